@@ -151,6 +151,15 @@ def test_what_changes_between_answers_becomes_events_and_a_timeline() -> None:
     assert [event.kind for event in view.events] == ["version", "state"]
 
 
+def test_the_timeline_of_many_fragments_has_one_bar_of_each_phase() -> None:
+    run = LiveRun("host:1")
+    fragments = [FragmentStatus(fragment_id=p, phase="open", version=1) for p in range(200)]
+    for second in range(5):
+        run.observe(reply(islands=TWO, fragments=fragments), 100.0 + second)
+
+    assert [(bar.start_s, bar.end_s) for bar in run.view().bars] == [(100.0, 104.0)] * 200
+
+
 def read(events: Sequence[tuple[str, Event]]) -> RecordedRun:
     run = RecordedRun("/state", {"run.inner_steps": "8"})
     for second, (name, event) in enumerate(events):
