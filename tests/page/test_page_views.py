@@ -231,7 +231,7 @@ def test_an_alarm_holds_until_it_is_cleared() -> None:
 
 def test_events_with_any_value_that_is_none_of_theirs_never_end_the_page() -> None:
     """Files are other machines'; each value of each kind is tried as each of these."""
-    wrong = [None, True, -1, 1e308, 10**400, math.inf, math.nan, "<b>", [], {}, [1, [2]]]
+    wrong = [None, True, -1, 1e308, 10**400, math.inf, math.nan, "<b>", "\ud800", [], {}, [[2]]]
     kinds = [*of_island(), opened(0), closed(0), AlarmRaised("kind", "text", "east")]
     context = {"unix_s": 1e9, "island": "east", "island_rank": 0, "incarnation": 1}
     run = RecordedRun("/state", {})
@@ -246,7 +246,7 @@ def test_events_with_any_value_that_is_none_of_theirs_never_end_the_page() -> No
     pages = [page_of(each, [view], 0, Query(), Frame(can_sign_out=False)) for each in VIEWS]
 
     assert run.num_malformed and "were left out" in view.notices[0]
-    assert not any("<b>" in page for page in pages)
+    assert not any(b"<b>" in page.encode() for page in pages)
 
 
 def test_a_status_with_figures_that_are_none_never_ends_the_page() -> None:
