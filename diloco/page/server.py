@@ -159,6 +159,8 @@ class Page:
         except ConfigError as error:
             raise HTTPException(400, str(error)) from error
         try:
+            if (now := (await self.look())[number].name) != preview.run:
+                raise ConfigError(f"not done: run {now} has the address now, not {preview.run}")
             said = await self._sources[number].act(preview.act.command, preview.arguments)
         except (ConfigError, CoordinatorUnavailable) as error:
             said, tone = str(error), "bad"
