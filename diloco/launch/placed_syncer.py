@@ -32,7 +32,6 @@ from diloco.objects.lease import (
     until_nobody,
 )
 from diloco.objects.placed_syncer import PlacedSyncer
-from diloco.objects.store import StoreAway
 from diloco.security.address import find_coordinator
 from diloco.state_dir import (
     Endpoint,
@@ -198,7 +197,7 @@ class _Here:
                     write_json(follows_path(self._state), [before and before.holder])
                     return
                 self._say_waiting(f"no coordinator has begun the run in {url}, or listens yet")
-            except StoreAway as error:
+            except DiskFull as error:
                 self._say_waiting(f"{error.lack}; {error.remedy}: {error}")
             await asyncio.sleep(BEAT_S)
 
@@ -208,7 +207,7 @@ class _Here:
             self._announce(words)
 
     async def _before_start(self) -> None:
-        """Write for the process what it reads: the run as it stands now.
+        """Write for the process what it reads, once it can be: the run as it stands now.
 
         Raises:
             Fenced: If another machine has taken this one's place.
@@ -218,19 +217,19 @@ class _Here:
             try:
                 found = await asyncio.to_thread(self._run.files)
                 holder = await asyncio.to_thread(self._place.holder)
-                break
-            except StoreAway as error:  # the process could read nothing either
+                assert found is not None, "its first entry is never removed"
+                if self._num_starts and holder is not None and holder.holder != self._own:
+                    raise self._fenced(holder.name)
+                if self._num_starts and found.is_over:
+                    raise _Over
+                make_directory(self._state.root, "coordinator.state_dir")  # it may be gone
+                self._state.create([self._state.syncer_name])
+                self._write(found)
+                self._num_starts += 1
+                return
+            except DiskFull as error:  # the process could read or write nothing either
                 self._say_waiting(f"{error.lack}; {error.remedy}: {error}")
                 await asyncio.sleep(BEAT_S)
-        assert found is not None, "its first entry is never removed"
-        if self._num_starts and holder is not None and holder.holder != self._own:
-            raise self._fenced(holder.name)
-        if self._num_starts and found.is_over:
-            raise _Over
-        self._num_starts += 1
-        make_directory(self._state.root, "coordinator.state_dir")  # somebody may have removed it
-        self._state.create([self._state.syncer_name])
-        self._write(found)
 
     async def _follow(self) -> None:
         """Have the process find the coordinator that takes the run over.
@@ -244,20 +243,20 @@ class _Here:
             await asyncio.sleep(_FOLLOW_S)
             try:
                 found = await asyncio.to_thread(self._run.newest)
-            except StoreAway:  # the process says so
+                if found.lease > self._lease and found.address:
+                    self._point_to(found.lease, found.address)
+            except DiskFull:  # the process says so
                 continue
-            if found.lease > self._lease and found.address:
-                self._point_to(found.lease, found.address)
             if found.is_over and was_over:
                 raise _Over
             was_over = found.is_over
 
     def _point_to(self, lease: int, address: str) -> None:
         """Write for the process where the coordinator is."""
-        self._lease = lease
         write_json(lease_path(self._state), lease)
         address = find_coordinator(self._config, self._given or address)
         Endpoint(address, 0).write(self._state.coordinator)
+        self._lease = lease
         words = f"syncer {self._name} goes to the coordinator at {address}; its log: "
         if (words := f"{words}{self._state.syncer_log}") != self._last_words:
             self._last_words = words

@@ -99,6 +99,7 @@ class Preview:
     Args:
         act: The act.
         number: Of its run.
+        run: Name of it.
         arguments: As `operate` takes them.
         line: The command that does the same.
         typed: What is to be typed to confirm it; empty: nothing.
@@ -106,6 +107,7 @@ class Preview:
 
     act: Act
     number: int
+    run: str
     arguments: Mapping[str, str]
     line: str
     typed: str = ""
@@ -142,7 +144,7 @@ def preview_of(form: Mapping[str, str], number: int, run: str, address: str) -> 
     if act.command == "set":
         words[-2:] = [f"{arguments['key']}={arguments['value']}"]
     about = arguments.get("island", run) if act.is_final and "undo" not in arguments else ""
-    return Preview(act, number, arguments, shlex.join(words), about)
+    return Preview(act, number, run, arguments, shlex.join(words), about)
 
 
 class Previews:

@@ -65,4 +65,11 @@ function stop() {
 button.addEventListener("click", () => (stream ? stop() : start()));
 addEventListener("pagehide", () => stream?.close());
 addEventListener("pageshow", (event) => event.persisted && stream && start());
+// A browser has six connections to a server, for all its tabs: those that nobody sees leave theirs.
+document.addEventListener("visibilitychange", () => {
+  if (!stream) return;
+  if (document.hidden) stream.close();
+  else start();
+});
 start();
+if (document.hidden) stream.close();

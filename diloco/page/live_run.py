@@ -70,6 +70,7 @@ class LiveRun:
         self._events: deque[EventRow] = deque(maxlen=MOST_EVENTS)
         self._versions: deque[VersionRow] = deque(maxlen=MOST_BARS)
         self._bars: deque[Bar] = deque(maxlen=MOST_BARS)
+        self._newest_bars: dict[int, Bar] = {}
         self._marks: deque[Mark] = deque(maxlen=MOST_BARS)
         self._curves: dict[str, Curve] = {}
 
@@ -105,7 +106,7 @@ class LiveRun:
             islands=_islands(reply),
             fragments=_fragments(reply),
             versions=tuple(self._versions),
-            bars=tuple(self._bars),
+            bars=(*self._bars, *self._newest_bars.values()),
             marks=tuple(self._marks),
             curves=tuple(CurveView(n, c.points) for n, c in sorted(self._curves.items())),
             events=tuple(self._events),
@@ -136,14 +137,12 @@ class LiveRun:
 
     def _add_bar(self, bar: Bar) -> None:
         """Add a bar, as a part of the one that it goes on with."""
-        for back in range(1, min(len(self._bars), 64) + 1):
-            last = self._bars[-back]
-            if last.fragment_id == bar.fragment_id:
-                if last.text == bar.text and last.end_s >= bar.start_s - 1e-3:
-                    bar = Bar(bar.fragment_id, last.start_s, bar.end_s, bar.phase, bar.text)
-                    del self._bars[-back]
-                break
-        self._bars.append(bar)
+        last = self._newest_bars.get(bar.fragment_id)
+        if last is not None and last.text == bar.text and last.end_s >= bar.start_s - 1e-3:
+            bar = Bar(bar.fragment_id, last.start_s, bar.end_s, bar.phase, bar.text)
+        elif last is not None:
+            self._bars.append(last)
+        self._newest_bars[bar.fragment_id] = bar
 
 
 def sentence(reply: StatusReply) -> str:

@@ -133,6 +133,10 @@ class RecordedRun:
         settings: The run's configuration by dotted key; empty: it is not there.
         fingerprint: Of its identity class; empty: it is not there.
         address: Of its coordinator; empty: not known.
+
+    Attributes:
+        num_malformed: Lines that are no events.
+        unreadable: Names of files that cannot be read now -> why.
     """
 
     def __init__(
@@ -155,16 +159,17 @@ class RecordedRun:
         self._merges: deque[Mark] = deque(maxlen=MOST_BARS)
         self._alarms: dict[tuple[str, str, str, int], tuple[AlarmRow, float]] = {}
         self._num_rounds = self.num_malformed = 0
+        self.unreadable: dict[str, str] = {}
         self._first_at = math.inf
         self._last_at = 0.0
 
     def add(self, event: Event) -> None:
         """Take an event; one of those of one process, in the order in which it wrote them."""
         try:
-            at, kind = _number(event["unix_s"]), str(event["kind"])
-            island = str(event.get("island", ""))
+            at, kind = _number(event["unix_s"]), _word(event["kind"])
+            island = _word(event.get("island", ""))
             self._first_at, self._last_at = min(self._first_at, at), max(self._last_at, at)
-            self._name = str(event.get("run", self._name))
+            self._name = _word(event.get("run", self._name))
             if kind not in _NOT_LISTED:
                 self._events.append(EventRow(at, kind, island, _text(event)))
             if kind in ("alarm", "alarm_cleared"):
@@ -185,7 +190,10 @@ class RecordedRun:
         """
         now = now if is_under_way else self._last_at
         state, tone = self._state(is_under_way)
-        lost = counted(self.num_malformed, "line")
+        notices = [f"{name}: {why}" for name, why in sorted(self.unreadable.items())]
+        if self.num_malformed:
+            lost = counted(self.num_malformed, "line")
+            notices.append(f"{lost} of the events could not be read and were left out")
         return RunView(
             name=self._name,
             origin=self._origin,
@@ -195,9 +203,7 @@ class RecordedRun:
             sentence=self._sentence(state, now),
             now=now,
             figures=self._figures(is_under_way, now),
-            notices=(f"{lost} of the events could not be read and were left out",)
-            if self.num_malformed
-            else (),
+            notices=tuple(notices),
             alarms=tuple(self._alarm_rows(now)),
             islands=tuple(self._island_row(name, now) for name in sorted(self._islands)),
             fragments=tuple(
@@ -224,8 +230,7 @@ class RecordedRun:
     def _of_island(self, kind: str, event: Event, name: str, at: float) -> None:
         island = self._islands.setdefault(name, _Island())
         if kind in _ERRORS:
-            said = bounded_text(str(event[_ERRORS[kind]]), _MOST_SHOWN)
-            island.last_error = f"{kind}: {said}"
+            island.last_error = f"{kind}: {_word(event[_ERRORS[kind]])}"
         if event.get("island_rank"):
             return
         incarnation = _count(event.get("incarnation", 0))
@@ -294,7 +299,7 @@ class RecordedRun:
         what = f"fragment {p}, version {version + 1}"
         if kind == "round_expired":
             missing = ", ".join(_names(event["missing"]))
-            reason = bounded_text(str(event["reason"]), _MOST_SHOWN)
+            reason = _word(event["reason"])
             start = at if opened is None else opened.at
             self._bars.append(Bar(p, start, at, "expired", f"{what}: attempt {attempt} expired"))
             self._marks.append(Mark(p, at, "expired", f"{what}: {reason}"))
@@ -319,7 +324,7 @@ class RecordedRun:
         self._marks.append(Mark(p, at, "published", f"{what} published"))
         why, counted_in = {**dict(event["refused"]), **dict(event["rejected"])}, set(contributors)
         left_out = [
-            f"{name} ({bounded_text(str(why[name]), _MOST_SHOWN)})" if name in why else name
+            f"{name} ({_word(why[name])})" if name in why else name
             for name in members
             if name not in counted_in
         ]
@@ -335,13 +340,13 @@ class RecordedRun:
             named(contributors, 16),
             named(left_out, 16) or "-",
             seconds(waited_s) + (f", {seconds(grace_s)} of it in grace" if grace_s else ""),
-            str(event["digest"]),
+            _word(event["digest"]),
         )
         self._versions.append(row)
         self._newest[p] = row
 
     def _on_alarm(self, kind: str, event: Event, reporter: str, at: float) -> None:
-        alarm, about, p = str(event["alarm"]), str(event["about"]), _count(event["fragment_id"])
+        alarm, about, p = _word(event["alarm"]), _word(event["about"]), _count(event["fragment_id"])
         if kind == "alarm_cleared":
             row, _ = self._alarms.get((reporter, alarm, about, p), (None, 0.0))
             if row is not None:
@@ -554,7 +559,12 @@ def _names(value: Any) -> tuple[str, ...]:
     """Read a list of names of JSON."""
     if not isinstance(value, list | tuple):
         raise ValueError(f"no list: {value!r:.50}")
-    return tuple(bounded_text(str(each), _MOST_SHOWN) for each in value)
+    return tuple(map(_word, value))
+
+
+def _word(value: Any) -> str:
+    """Write a name or a short text of JSON; some JSON strings cannot be encoded as they are."""
+    return bounded_text(str(value), _MOST_SHOWN)
 
 
 def _text(event: Event) -> str:

@@ -20,7 +20,7 @@ import uvicorn
 from starlette.applications import Starlette
 from starlette.datastructures import Headers, MutableHeaders
 from starlette.exceptions import HTTPException
-from starlette.requests import Request
+from starlette.requests import ClientDisconnect, Request
 from starlette.responses import (
     HTMLResponse,
     PlainTextResponse,
@@ -61,8 +61,8 @@ _MOST_STREAMS = 100
 _MOST_CONNECTIONS = 400
 _MOST_FORM_BYTES = 4096
 _END_S = 1
-#: Seconds that a caller has for what it sends.
-_CALL_S = 5.0
+#: Seconds that a caller has for what it sends; and after which one that reads nothing is let go.
+_CALL_S, _UNREAD_S = 5.0, 20.0
 
 
 class Page:
@@ -100,10 +100,10 @@ class Page:
             Route("/", self._first),
             Route(f"/{COMPARE}", self._shown),
             Route(f"/{COMPARE}/live", self._live),
-            Route("/run/{number:int}/acts", self._acts, methods=["GET", "POST"]),
-            Route("/run/{number:int}/acts/done", self._act, methods=["POST"]),
-            Route("/run/{number:int}/{view}", self._shown),
-            Route("/run/{number:int}/{view}/live", self._live),
+            Route("/run/{number}/acts", self._acts, methods=["GET", "POST"]),
+            Route("/run/{number}/acts/done", self._act, methods=["POST"]),
+            Route("/run/{number}/{view}", self._shown),
+            Route("/run/{number}/{view}/live", self._live),
             Route("/asset/{name}", self._asset),
             Route("/login", self._login, methods=["GET", "POST"]),
             Route("/logout", self._logout, methods=["POST"]),
@@ -159,6 +159,8 @@ class Page:
         except ConfigError as error:
             raise HTTPException(400, str(error)) from error
         try:
+            if (now := (await self.look())[number].name) != preview.run:
+                raise ConfigError(f"not done: run {now} has the address now, not {preview.run}")
             said = await self._sources[number].act(preview.act.command, preview.arguments)
         except (ConfigError, CoordinatorUnavailable) as error:
             said, tone = str(error), "bad"
@@ -170,8 +172,8 @@ class Page:
 
     def _acted_on(self, request: Request) -> int:
         """Give the number of the run that a caller may act on."""
-        number = int(request.path_params["number"])
-        if not self._frame.may_act or number >= len(self._sources):
+        number = self._number(request)
+        if not self._frame.may_act:
             raise HTTPException(404, "There is no such page.")
         is_from_here = "origin" in request.headers or "authorization" in request.headers
         if request.method == "POST" and not is_from_here:
@@ -230,10 +232,17 @@ class Page:
         """Give the view that is asked for, and the number of its run."""
         if "view" not in request.path_params:
             return COMPARE, 0
-        view, number = request.path_params["view"], request.path_params["number"]
-        if view not in VIEWS or number >= len(self._sources):
+        view, number = request.path_params["view"], self._number(request)
+        if view not in VIEWS:
             raise HTTPException(404, "There is no such page.")
         return view, number
+
+    def _number(self, request: Request) -> int:
+        """Give the number of the run that is asked for."""
+        number = request.path_params["number"]
+        if number not in map(str, range(len(self._sources))):
+            raise HTTPException(404, "There is no such page.")
+        return int(number)
 
     async def _asset(self, request: Request) -> Response:
         name = request.path_params["name"]
@@ -340,7 +349,7 @@ def _peer(scope: Scope) -> str:
 
 
 async def _form(request: Request) -> dict[str, str]:
-    """Read a form; one that is too long, or comes too slowly, is empty."""
+    """Read a form; one that is too long, comes too slowly, or not to its end, is empty."""
     body = b""
     try:
         async with asyncio.timeout(_CALL_S):
@@ -348,7 +357,7 @@ async def _form(request: Request) -> dict[str, str]:
                 body += piece
                 if len(body) > _MOST_FORM_BYTES:
                     return {}
-    except TimeoutError:
+    except (TimeoutError, ClientDisconnect):
         return {}
     return {name: values[0] for name, values in parse_qs(body.decode("ascii", "replace")).items()}
 
@@ -410,12 +419,14 @@ async def serve(
 class _Connection(H11Protocol):
     """Closes a connection whose caller takes longer than `_CALL_S` to say what it asks for.
 
-    Without it, anyone who trickles headers holds one of `_MOST_CONNECTIONS`, token or not.
+    And one whose caller reads nothing of its answers for `_UNREAD_S`. Without it, anyone who
+    trickles headers, or never reads, holds one of `_MOST_CONNECTIONS`, token or not.
     """
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         """Begin to look."""
         super().connection_made(transport)
+        self._unread, self._unread_s = 0, 0.0
         self._looks = self.loop.call_later(_CALL_S, self._look, None)
 
     def connection_lost(self, exc: Exception | None) -> None:
@@ -425,11 +436,15 @@ class _Connection(H11Protocol):
 
     def _look(self, last: object) -> None:
         """Close where nothing was asked since the `last` call that was, and none is at work."""
+        unread = self.transport.get_write_buffer_size()
+        self._unread_s = self._unread_s + _CALL_S if unread and unread == self._unread else 0.0
+        self._unread = unread
         is_at_work = self.cycle is not None and not self.cycle.response_complete
-        if last is self.cycle and not is_at_work:
-            self.transport.close()
-        else:
-            self._looks = self.loop.call_later(_CALL_S, self._look, self.cycle)
+        if self._unread_s >= _UNREAD_S:
+            self.transport.abort()
+        elif last is self.cycle and not is_at_work:
+            self.transport.close()  # once what is buffered was sent: it is looked at until then
+        self._looks = self.loop.call_later(_CALL_S, self._look, self.cycle)
 
 
 class _Server(uvicorn.Server):

@@ -8,13 +8,14 @@ from __future__ import annotations
 import asyncio
 import heapq
 import json
-import logging
+import os
 import time
 import tomllib
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any, Protocol
 
+from diloco.bounded_text import bounded_text
 from diloco.coordinator.status import ask_status, operate
 from diloco.errors import ConfigError, CoordinatorUnavailable
 from diloco.page.live_run import LiveRun
@@ -22,8 +23,6 @@ from diloco.page.recorded_run import RecordedRun
 from diloco.page.run_view import RunView
 from diloco.state_dir import StateDir, holder, read_endpoint
 from diloco.transport.contracts import Transport
-
-logger = logging.getLogger(__name__)
 
 #: Seconds between two reads.
 LOOK_S = 1.0
@@ -55,6 +54,7 @@ class LiveSource:
     def __init__(self, address: str, transport: Transport) -> None:
         """Assign only; `transport` is the operator's, and this source's from now on."""
         self._transport = transport
+        self._address = address
         self._run = LiveRun(address)
         self._lock = asyncio.Lock()
         self._view: RunView | None = None
@@ -71,6 +71,8 @@ class LiveSource:
                 problem = ""
                 try:
                     reply = await ask_status(self._transport, watches=True)
+                    if self._view is not None and self._view.name != reply.run:
+                        self._run = LiveRun(self._address)  # another run has taken the address
                     self._run.observe(reply, time.time())
                 except CoordinatorUnavailable as error:
                     if self._view is None:
@@ -119,35 +121,41 @@ class RecordedSource:
         address = "" if endpoint is None else endpoint.address
         self._run = RecordedRun(str(root), settings, fingerprint, address)
         self._read: dict[Path, int] = {}
-        self._lock = asyncio.Lock()
-        self._view: RunView | None = None
+        self._reading: asyncio.Task[RunView] | None = None
         self._read_at = 0.0
+        self._is_closed = False
 
     async def look(self) -> RunView:
-        """Give the run, with what was written since the last look."""
-        async with self._lock:
-            if self._view is None or time.monotonic() - self._read_at >= LOOK_S:
-                self._view = await asyncio.to_thread(self._read_on)
-                self._read_at = time.monotonic()
-            return self._view
+        """Give the run, with what was written since the last look.
+
+        One thread reads for all who look; who goes away meanwhile does not end it.
+        """
+        last = self._reading
+        if last is None or (last.done() and time.monotonic() - self._read_at >= LOOK_S):
+            last = self._reading = asyncio.create_task(asyncio.to_thread(self._read_on))
+        return await asyncio.shield(last)
 
     async def act(self, command: str, arguments: Mapping[str, str]) -> str:
         """Refuse: see `Source`."""
         raise ConfigError("this run is read from files: its coordinator is asked by its address")
 
     async def close(self) -> None:
-        """Do nothing: no file stays open."""
+        """Read no further: the end of the process waits for the thread that does."""
+        self._is_closed = True
 
     def _read_on(self) -> RunView:
         """Read the new lines of all files, in the order of their time; blocks."""
+        self._run.unreadable.clear()
         paths = sorted(self._directory.glob("events-*.jsonl"))
         for _, event in heapq.merge(*map(self._new_events, paths), key=lambda each: each[0]):
             self._run.add(event)
-        return self._run.view(time.time(), is_under_way=self._is_under_way())
+        view = self._run.view(time.time(), is_under_way=self._is_under_way())
+        self._read_at = time.monotonic()
+        return view
 
     def _new_events(self, path: Path) -> Iterator[tuple[float, Mapping[str, Any]]]:
         """Yield the events of whole lines that were not read yet, each with its time."""
-        while lines := self._new_lines(path):
+        while not self._is_closed and (lines := self._new_lines(path)):
             for line in lines:
                 try:
                     event = json.loads(line)
@@ -159,13 +167,17 @@ class RecordedSource:
 
     def _new_lines(self, path: Path) -> list[bytes]:
         """Read some whole lines; no file stays open, there may be more than a process may open."""
-        start = self._read.get(path, 0)
+        start, name = self._read.get(path, 0), bounded_text(path.name)
         try:
+            if not path.is_file():  # a pipe would never end
+                self._run.unreadable[name] = "is not there, or no file"
+                return []
             with path.open("rb") as file:
-                file.seek(start)
+                if file.seek(0, os.SEEK_END) < file.seek(start):
+                    self._run.unreadable[name] = "is shorter than when it was read"
                 lines = file.readlines(_LINES_BYTES)
         except OSError as error:
-            logger.warning("events cannot be read, path=%s: %s", path, error)
+            self._run.unreadable[name] = f"cannot be read: {error.strerror}"
             return []
         if lines and not lines[-1].endswith(b"\n"):
             lines.pop()

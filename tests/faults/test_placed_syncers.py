@@ -7,6 +7,7 @@ of a run with one syncer next to its coordinator, bit for bit.
 from __future__ import annotations
 
 import os
+import resource
 import shutil
 import signal
 import subprocess
@@ -102,6 +103,28 @@ def test_ctrl_c_stops_a_syncer_with_a_word_and_lets_go_of_its_place(run: PlacedR
         assert started[name].wait(200) == 0, run.said()
     assert other.wait(60) == 0, run.said()
     assert "silent" not in (run.directory / "other.log").read_text()
+
+
+@pytest.mark.slow
+def test_a_syncer_that_ends_while_its_disk_is_full_starts_once_there_is_room(
+    run: PlacedRun,
+) -> None:
+    started = run.start_all()
+    wait_until(lambda: run.num_versions("us", "us") >= 2, what=run.said)
+    log = run.directory / "us.log"
+
+    resource.prlimit(started["us"].pid, resource.RLIMIT_FSIZE, (3000, resource.RLIM_INFINITY))
+    child = holder(run.syncer("us", "us").store_lock)
+    assert child is not None
+    os.kill(child, signal.SIGKILL)
+    wait_until(
+        lambda: "waiting: the disk is full; make some room" in log.read_text(), what=run.said
+    )
+    unlimited = resource.RLIM_INFINITY, resource.RLIM_INFINITY
+    resource.prlimit(started["us"].pid, resource.RLIMIT_FSIZE, unlimited)
+
+    for process in started.values():
+        assert process.wait(200) == 0, run.said()
 
 
 @pytest.mark.slow  # half a minute; the test before replaces a machine as well

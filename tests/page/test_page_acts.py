@@ -7,6 +7,7 @@ import re
 import shlex
 import subprocess
 import sys
+import time
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
@@ -18,6 +19,7 @@ from typer.testing import CliRunner
 from diloco.cli.main import app
 from diloco.errors import ConfigError
 from diloco.page.acts import ACTS, PREVIEW_S, Previews, preview_of
+from diloco.page.sources import LOOK_S
 from diloco.protos.control_pb2 import IslandStatus, OperateReply, OperateRequest, StatusReply
 from diloco.transport.contracts import IncomingCall, Reply
 from tests.guarded_server import serving
@@ -112,10 +114,12 @@ class Operated:
 
     def __init__(self) -> None:
         self.commands: list[tuple[str, dict[str, str]]] = []
+        self.run = "demo"
 
     async def status(self, _: IncomingCall) -> Reply:
         islands = [IslandStatus(island="eu-west", incarnation=1, lease="active")]
-        return Reply(StatusReply(run="demo", state="running", islands=islands).SerializeToString())
+        reply = StatusReply(run=self.run, state="running", islands=islands)
+        return Reply(reply.SerializeToString())
 
     async def operate(self, call: IncomingCall) -> Reply:
         request = OperateRequest.FromString(call.header)
@@ -187,7 +191,14 @@ def test_a_signed_in_operator_sees_what_follows_and_does_it(tmp_path: Path) -> N
         drawn = re.search(r'name="drawn" value="([\w-]+)"', refused.text)
         assert drawn is not None
         refused = posted(url, "/run/0/acts/done", {"drawn": drawn[1], "typed": "eu-west"}, **own)
+        preview = posted(url, "/run/0/acts", {"command": "pause"}, **own)
+        drawn = re.search(r'name="drawn" value="([\w-]+)"', preview.text)
+        assert drawn is not None
+        operated.run = "other"
+        time.sleep(LOOK_S)
+        other = posted(url, "/run/0/acts/done", {"drawn": drawn[1]}, **own)
 
+    assert other.status == 409 and "run other has the address now, not demo" in other.text
     assert (done.status, again.status, refused.status) == (200, 400, 409)
     assert "kick: done" in done.text
     assert "a scheduled run has no drain &lt;b&gt;" in refused.text

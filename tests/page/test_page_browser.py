@@ -107,6 +107,23 @@ def test_each_view_is_whole_and_breaks_no_policy(
     assert wide <= room, "the page itself does not scroll sideways"
 
 
+def test_more_tabs_than_a_browser_has_connections_are_all_served(
+    browser: Any, recorded: str
+) -> None:
+    """Without a window every tab is taken to be seen, hence these say themselves what they are."""
+    context = browser.new_context()
+    context.add_init_script("Object.defineProperty(document, 'hidden', {get: () => !window.seen})")
+    tabs = [context.new_page() for _ in range(8)]
+    for tab in tabs:
+        tab.goto(f"{recorded}run/0/islands", timeout=10_000)
+
+    tabs[7].evaluate("window.seen = true; document.dispatchEvent(new Event('visibilitychange'))")
+
+    tabs[7].get_by_text("live", exact=True).wait_for()
+    assert [tab.locator("#link").inner_text() for tab in tabs[:7]] == ["Pause updates"] * 7
+    context.close()
+
+
 def test_a_live_page_changes_in_place_and_says_when_the_coordinator_is_gone(browser: Any) -> None:
     report = ReportRequest(state="training", inner_step=3, loss_nats=2.5, tokens=384)
     island = IslandStatus(island="east", incarnation=1, lease="active", last_report=report)

@@ -264,9 +264,11 @@ def test_a_live_page_gets_what_changed_and_asks_the_coordinator_once_for_all(pag
         ("/run/0/overview", "GET", {"Host": "localhost:1"}, 200),
         ("/logout", "POST", {"Origin": "https://evil.example"}, 403),
         ("/logout", "POST", {"Origin": "null"}, 403),
+        ("/logout", "POST", {"Origin": "http://["}, 403),
         ("/run/0/overview", "POST", {}, 405),
         ("/run/7/overview", "GET", {}, 404),
         ("/run/0/nothing", "GET", {}, 404),
+        (f"/run/{'9' * 5000}/overview", "GET", {}, 404),
         ("/asset/..%2fserver.py", "GET", {}, 404),
         ("/asset/server.py", "GET", {}, 404),
         ("/asset/live.js", "GET", {}, 200),
@@ -284,6 +286,9 @@ def test_calls_from_elsewhere_and_to_nowhere_are_refused(
 
 def test_a_page_beyond_loopback_asks_for_its_token(pages: Pages) -> None:
     url, path = pages.secured, "/run/0/overview"
+    torn = pages.connect(url)
+    torn.request("POST", "/login", "token=", {"Content-Length": "100"})
+    torn.close()
     asked = pages.ask(url, path, Accept="text/html")
     refused = pages.ask(url, f"{path}/live")
     wrong = pages.ask(url, path, Authorization=f"Bearer {TOKEN[:-1]}x")
@@ -342,6 +347,21 @@ def test_a_caller_that_trickles_is_let_go(pages: Pages) -> None:
         watching.close()
 
     assert taken_s < 15
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["recorded", "secured"])
+def test_a_caller_that_reads_nothing_is_let_go(pages: Pages, name: str) -> None:
+    many = b"GET /asset/page.css HTTP/1.1\r\nHost: localhost\r\n\r\n" * 2000
+    connection = pages.connect(getattr(pages, name))
+    connection.connect()
+    assert connection.sock is not None
+    connection.sock.sendall(many)
+
+    with pytest.raises(OSError, match=r"reset|pipe|EOF"), connection.sock:
+        for _ in range(60):
+            time.sleep(1.0)
+            connection.sock.sendall(b"GET")
 
 
 @pytest.mark.parametrize(

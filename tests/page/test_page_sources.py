@@ -4,15 +4,20 @@ from __future__ import annotations
 
 import asyncio
 import json
+import os
 import resource
 from pathlib import Path
 
 import pytest
 
+from diloco.cli.run.control import operator_transport
 from diloco.page import sources
-from diloco.page.sources import RecordedSource
+from diloco.page.sources import LiveSource, RecordedSource
+from diloco.protos.control_pb2 import FragmentStatus, StatusReply
 from diloco.state_dir import StateDir, hold
 from diloco.telemetry.events import CheckpointWritten
+from diloco.transport.contracts import IncomingCall, Reply
+from tests.guarded_server import serving
 from tests.page.recorded_page_run import step, write
 
 
@@ -65,3 +70,70 @@ def test_a_run_is_under_way_while_its_coordinator_lives(tmp_path: Path) -> None:
     left = asyncio.run(RecordedSource(tmp_path).look())
 
     assert (living.state, left.state) == ("running", "not at work here")
+
+
+def test_who_goes_away_while_events_are_read_has_none_read_twice_and_a_close_ends_it(
+    tmp_path: Path,
+) -> None:
+    write(tmp_path / "telemetry" / "events-east-0.jsonl", "east", map(step, range(1, 20_001)))
+    source, closed = RecordedSource(tmp_path), RecordedSource(tmp_path)
+
+    async def looks() -> list[str]:
+        gone = asyncio.create_task(source.look())
+        await asyncio.sleep(0.02)
+        gone.cancel()
+        whole = await source.look()
+        ended = asyncio.create_task(closed.look())
+        await asyncio.sleep(0.02)
+        await closed.close()
+        return [view.figures[0].value for view in (whole, await ended)]
+
+    whole, part = asyncio.run(looks())
+
+    assert whole == "2,560,000"
+    assert part != whole
+
+
+def test_a_page_says_which_files_cannot_be_read(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(sources, "LOOK_S", 0.0)
+    telemetry = tmp_path / "telemetry"
+    write(telemetry / "events-cut.jsonl", "east", [step(1)])
+    (telemetry / "events-directory.jsonl").mkdir()
+    os.mkfifo(telemetry / "events-pipe.jsonl")
+    source = RecordedSource(tmp_path)
+
+    async def looks() -> tuple[tuple[str, ...], tuple[str, ...]]:
+        before = await source.look()
+        (telemetry / "events-cut.jsonl").write_bytes(b"")
+        return before.notices, (await source.look()).notices
+
+    before, after = asyncio.run(looks())
+
+    none = "is not there, or no file"
+    assert before == (f"events-directory.jsonl: {none}", f"events-pipe.jsonl: {none}")
+    assert after == ("events-cut.jsonl: is shorter than when it was read", *before)
+
+
+def test_another_run_at_the_address_of_a_coordinator_begins_again() -> None:
+    status = StatusReply(run="first", state="running", fragments=[FragmentStatus(version=3)])
+
+    async def answer(_: IncomingCall) -> Reply:
+        return Reply(status.SerializeToString())
+
+    async def looks(address: str) -> list[int]:
+        transport = operator_transport(address, certs="", tokens="", insecure=False)
+        source = LiveSource(address, transport)
+        seen = []
+        for name, version in (("first", 3), ("first", 4), ("second", 9)):
+            status.run, status.fragments[0].version = name, version
+            view = await source.look()
+            seen.append(len(view.versions))
+            await asyncio.sleep(sources.LOOK_S)
+        assert view.name == "second" and not view.events
+        await source.close()
+        return seen
+
+    with serving({"control.status": answer}) as address:
+        assert asyncio.run(looks(address)) == [0, 1, 0]

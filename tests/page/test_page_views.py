@@ -151,6 +151,15 @@ def test_what_changes_between_answers_becomes_events_and_a_timeline() -> None:
     assert [event.kind for event in view.events] == ["version", "state"]
 
 
+def test_the_timeline_of_many_fragments_has_one_bar_of_each_phase() -> None:
+    run = LiveRun("host:1")
+    fragments = [FragmentStatus(fragment_id=p, phase="open", version=1) for p in range(200)]
+    for second in range(5):
+        run.observe(reply(islands=TWO, fragments=fragments), 100.0 + second)
+
+    assert [(bar.start_s, bar.end_s) for bar in run.view().bars] == [(100.0, 104.0)] * 200
+
+
 def read(events: Sequence[tuple[str, Event]]) -> RecordedRun:
     run = RecordedRun("/state", {"run.inner_steps": "8"})
     for second, (name, event) in enumerate(events):
@@ -222,7 +231,7 @@ def test_an_alarm_holds_until_it_is_cleared() -> None:
 
 def test_events_with_any_value_that_is_none_of_theirs_never_end_the_page() -> None:
     """Files are other machines'; each value of each kind is tried as each of these."""
-    wrong = [None, True, -1, 1e308, 10**400, math.inf, math.nan, "<b>", [], {}, [1, [2]]]
+    wrong = [None, True, -1, 1e308, 10**400, math.inf, math.nan, "<b>", "\ud800", [], {}, [[2]]]
     kinds = [*of_island(), opened(0), closed(0), AlarmRaised("kind", "text", "east")]
     context = {"unix_s": 1e9, "island": "east", "island_rank": 0, "incarnation": 1}
     run = RecordedRun("/state", {})
@@ -237,7 +246,7 @@ def test_events_with_any_value_that_is_none_of_theirs_never_end_the_page() -> No
     pages = [page_of(each, [view], 0, Query(), Frame(can_sign_out=False)) for each in VIEWS]
 
     assert run.num_malformed and "were left out" in view.notices[0]
-    assert not any("<b>" in page for page in pages)
+    assert not any(b"<b>" in page.encode() for page in pages)
 
 
 def test_a_status_with_figures_that_are_none_never_ends_the_page() -> None:
