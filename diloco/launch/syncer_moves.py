@@ -29,13 +29,13 @@ from diloco.loop_clock import loop_now
 from diloco.objects.moved_fragment import (
     CopyStopped,
     FragmentCopy,
-    check_take_back,
     forget,
     forget_copy,
     has_not_let_go,
     let_go,
     serve,
     stored_fragments,
+    take_back,
     withdraw,
     withdrawn,
 )
@@ -155,8 +155,14 @@ class SyncerMoves:
         self.taken.difference_update(moves)
         for p in moves.keys() & self._coming.keys():
             self._coming[p].copy.stop()
-        with contextlib.suppress(DiskFull):  # it is told again
+        try:
             await asyncio.to_thread(withdraw, self._state, moves)
+        except DiskFull as error:  # it is told again
+            for p in moves:
+                self._alarm(p, f"fragment {p} cannot be left to another syncer yet: {error}")
+        else:
+            for p in moves:
+                self._reporter.alarms.clear(AlarmKind.STATE_AWAY, fragment_id=p)
             self._withdrawn = withdrawn(self._state)
 
     async def _take(self, p: int) -> None:
@@ -175,18 +181,24 @@ class SyncerMoves:
             except (ConfigError, DiskFull) as error:
                 wait_s = min(2 * wait_s, _MOST_WAIT_S)
                 coming.waits, coming.copy.is_ready = str(error), False
-                text = f"fragment {p} cannot be taken from {coming.told.syncer} yet: {error}"
-                logger.error("%s", text)
-                alarm = Alarm(AlarmKind.STATE_AWAY, bounded_text(text), fragment_id=p)
-                self._reporter.alarms.raise_(alarm, loop_now())
+                source = coming.told.syncer
+                self._alarm(p, f"fragment {p} cannot be taken from {source} yet: {error}")
             await asyncio.sleep(wait_s)
+
+    def _alarm(self, p: int, text: str) -> None:
+        logger.error("%s", text)
+        alarm = Alarm(AlarmKind.STATE_AWAY, bounded_text(text), fragment_id=p)
+        self._reporter.alarms.raise_(alarm, loop_now())
 
     async def _is_here(self, p: int, coming: _Coming) -> bool:
         """Copy a fragment; whether the next start can serve it."""
         if coming.told.syncer == self._state.syncer_name:  # it is to stay after all
-            check_take_back(self._state, p, self._timeline)
             coming.copy.is_ready = True  # all of it is here: others need not wait for it
-            return not coming.told.is_held
+            if coming.told.is_held:
+                return False
+            fragment = self._plan.fragments[p]
+            await _in_thread(functools.partial(take_back, self._state, fragment, self._timeline))
+            return True
         copy = coming.copy
         if copy.is_ready:
             is_let_go = await _in_thread(copy.copy)
@@ -219,7 +231,8 @@ class SyncerMoves:
     def _word(self, told: wire.FragmentSource) -> wire.FragmentMove:
         p, stage = told.fragment_id, wire.MOVE_STAGE_COPYING
         word = wire.FragmentMove(fragment_id=p, number=told.number)
-        if (coming := self._coming.get(p)) is not None:
+        coming = self._coming.get(p)
+        if coming is not None and coming.told.syncer == told.syncer:  # not of another's chain
             # Together: each time that fragments are let go of, or taken, a syncer starts again.
             if coming.is_ready and not any(each.is_behind for each in self._coming.values()):
                 stage = wire.MOVE_STAGE_READY

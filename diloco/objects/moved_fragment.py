@@ -42,7 +42,7 @@ from diloco.objects.stored_file import StoredFile
 from diloco.outer.fragments import Fragment
 from diloco.state_dir import StateDir, Timeline, read_timeline
 from diloco.transport.units import format_bytes
-from diloco.versions.pins import pin_directory, pinned_steps, restore
+from diloco.versions.pins import pin_directory, pinned_steps, restore, restore_fragments
 from diloco.versions.record import RecordInvalid, fragment_directory
 
 logger = logging.getLogger(__name__)
@@ -277,17 +277,7 @@ class FragmentCopy:
             raise ConfigError(f"{self._source} does not serve fragment {p}, nor did it let go")
         self._whole = None
         durable.unlink(fragment_directory(staging, p) / _LET_GO)
-        if let_go_in < timeline.number:
-            try:
-                step = timeline.resume_step
-                one = _One((self._fragment,))
-                restore(staging, one, step=step, abandoned_timeline=let_go_in)
-            except RecordInvalid as error:
-                raise ConfigError(
-                    f"fragment {p} of {self._source} cannot be taken back to checkpoint {step}: "
-                    f"{error}. Resume an older one: diloco coordinator RUN.toml --resume --at "
-                    f"CHECKPOINT"
-                ) from error
+        _to_timeline(staging, self._fragment, timeline, let_go_in, restore, self._source)
         forget(self._state, p)
         there = (path for path in staging.rglob("*") if path.is_file() and path.suffix != ".tmp")
         for directory, paths in itertools.groupby(sorted(there), lambda path: path.parent):
@@ -343,19 +333,45 @@ class FragmentCopy:
             raise
 
 
-def check_take_back(state: StateDir, fragment_id: int, timeline: Timeline) -> None:
-    """Look whether a fragment that was let go of here, and that nobody has taken, may be served.
+def take_back(state: StateDir, fragment: Fragment, timeline: Timeline) -> None:
+    """Have a fragment that was let go of here, and that nobody has taken, fit to be served again.
+
+    Args:
+        state: Of the syncer that let go of it.
+        fragment: Of the run's plan.
+        timeline: Of the run, at which the store is; what was let go of in an older one is taken
+            back to its start.
 
     Raises:
-        ConfigError: If it was let go of in an earlier timeline.
+        ConfigError: If the pin that the timeline began from is not whole.
+        DiskFull: If there is no room for it, or the object store does not answer.
     """
-    let_go_in = durable.read_json(fragment_directory(state.store, fragment_id) / _LET_GO)
-    if let_go_in not in (None, timeline.number):
-        raise ConfigError(
-            f"it was let go of here in timeline {let_go_in}, and the run is at {timeline.number}: "
-            f"move it to another syncer, which takes it back to the checkpoint (diloco move "
-            f"HOST:PORT --fragments {fragment_id} --to NAME)"
+    let_go_in = durable.read_json(fragment_directory(state.store, fragment.fragment_id) / _LET_GO)
+    if let_go_in is not None:
+        _to_timeline(
+            state.store, fragment, timeline, let_go_in, restore_fragments, state.syncer_name
         )
+
+
+def _to_timeline(
+    store: Path,
+    fragment: Fragment,
+    timeline: Timeline,
+    let_go_in: int,
+    restore: Callable[..., object],
+    name: str,
+) -> None:
+    """Take a fragment of an older timeline back to where the run's began; else change nothing."""
+    if let_go_in >= timeline.number:
+        return
+    try:
+        restore(store, _One((fragment,)), step=timeline.resume_step, abandoned_timeline=let_go_in)
+    except RecordInvalid as error:
+        raise ConfigError(
+            f"fragment {fragment.fragment_id} of {name} cannot be taken back to checkpoint "
+            f"{timeline.resume_step}: {error}. Resume an older one: diloco coordinator RUN.toml "
+            f"--resume --at CHECKPOINT"
+        ) from error
 
 
 def serve(state: StateDir, fragment_ids: Iterable[int], granted: Mapping[str, int]) -> None:

@@ -158,16 +158,31 @@ def restore(store_dir: Path, plan: HasFragments, *, step: int, abandoned_timelin
     Raises:
         RecordInvalid: If the pin is not whole; nothing was changed.
     """
+    aside = restore_fragments(store_dir, plan, step=step, abandoned_timeline=abandoned_timeline)
+    pins = _pins(store_dir)
+    _clear(pins, aside)
+    later = [pin_directory(store_dir, other) for other in pinned_steps(store_dir) if other > step]
+    _move(later, pins / aside)
+
+
+def restore_fragments(
+    store_dir: Path, plan: HasFragments, *, step: int, abandoned_timeline: int
+) -> str:
+    """Restore as `restore` does, but leave the pins as they are: others of the store are served.
+
+    Returns:
+        The name of the directories to which later versions were moved.
+
+    Raises:
+        RecordInvalid: If the pin is not whole; nothing was changed.
+    """
     verify_pin(store_dir, plan, step)
     aside = f"abandoned-timeline-{abandoned_timeline:04d}-after-{step:012d}"
     for fragment in plan.fragments:
         directory = fragment_directory(store_dir, fragment.fragment_id)
         _clear(directory, aside)
         _restore_fragment(directory, _pinned_record(store_dir, step, fragment), aside)
-    pins = _pins(store_dir)
-    _clear(pins, aside)
-    later = [pin_directory(store_dir, other) for other in pinned_steps(store_dir) if other > step]
-    _move(later, pins / aside)
+    return aside
 
 
 def _restore_fragment(directory: Path, pinned: Path, aside: str) -> None:

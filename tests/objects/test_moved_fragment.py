@@ -18,7 +18,7 @@ import torch
 
 from diloco import durable
 from diloco.config.load import load_config
-from diloco.durable import replicate
+from diloco.durable import DiskFull, replicate
 from diloco.errors import ConfigError, Fenced
 from diloco.launch import syncer_moves
 from diloco.launch.syncer_moves import SyncerMoves
@@ -33,6 +33,7 @@ from diloco.objects.moved_fragment import (
     let_go,
     let_go_for_lost,
     serve,
+    take_back,
     was_let_go,
     withdraw,
     withdraw_for_lost,
@@ -470,7 +471,7 @@ def test_fragments_that_move_together_are_let_go_of_and_taken_by_one_start(
 
 
 def test_what_is_withdrawn_is_not_taken_and_what_was_let_go_of_is_taken_back(
-    machines: list[Machine], begin: Callable[..., SyncerMoves]
+    machines: list[Machine], begin: Callable[..., SyncerMoves], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     eu, us = machines
     source = eu.state.syncer_name
@@ -479,13 +480,22 @@ def test_what_is_withdrawn_is_not_taken_and_what_was_let_go_of_is_taken_back(
     us.start()
     held = Told(answer(source, is_held=True))
 
+    def full(path: Path, value: object) -> None:
+        raise DiskFull(f"no room for {path}")
+
     async def withdrawn() -> None:
         due = asyncio.create_task(begin(us, held).due())
         await until(lambda: held.stages() == {1: MoveStage.MOVE_STAGE_READY})
         await asyncio.sleep(0.1)
         assert not due.done(), "another one may have taken it"
-        held.assigned = answer(source, number=0, withdrawn=2)
+        with monkeypatch.context() as patch:
+            patch.setattr(durable, "write_json", full)
+            held.assigned = answer(source, number=0, withdrawn=2)
+            await until(lambda: bool(held.alarms.holding(0.0)))
+            (said,) = held.alarms.holding(0.0)
+            assert "fragment 1 cannot be left to another syncer yet: no room" in said.alarm.text
         await until(lambda: held.stages() == {1: MoveStage.MOVE_STAGE_WITHDRAWN})
+        assert not held.alarms.holding(0.0)
         await until(lambda: not (us.state.moved / "fragment-0001").exists())
         held.assigned = answer(source, number=1)  # of a coordinator that does not know it yet
         await asyncio.sleep(0.1)
@@ -512,7 +522,7 @@ def test_what_is_withdrawn_is_not_taken_and_what_was_let_go_of_is_taken_back(
     asyncio.run(withdrawn())
     assert us.served() == [2] and SyncerFiles(us.store, us.state).read()[1] == {1: 2}
     eu.start()
-    assert "in timeline 0, and the run is at 1: move it to another" in asyncio.run(
+    assert "fragment 1 of syncer-eu cannot be taken back to checkpoint 20" in asyncio.run(
         taken_back(Timeline(1, 20))
     )
 
@@ -547,7 +557,7 @@ def test_what_is_to_stay_after_all_is_not_let_go_of(
 
 
 def test_what_was_let_go_of_in_an_earlier_timeline_goes_back_to_its_checkpoint(
-    machines: list[Machine],
+    machines: list[Machine], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     eu, us = machines
     replicate(eu.replica)
@@ -562,8 +572,19 @@ def test_what_was_let_go_of_in_an_earlier_timeline_goes_back_to_its_checkpoint(
     us.start()
     assert us.takes(1, eu, Timeline(1, 40))
 
-    found = FragmentStore(us.state.store, PLAN.fragments[1], 4).recover()
-    assert found is not None and found.record.version == 2 and found.attempt == 0
+    def taken_back() -> None:
+        if 1 not in (eu.served() or ()):
+            take_back(eu.state, PLAN.fragments[1], Timeline(1, 40))
+            serve(eu.state, [1], {})
+
+    eu.start()
+    eu.write({"pins/step-000000000080/fragment-0000/v000000000009.record": b"since"})
+    assert until_done(eu, monkeypatch, taken_back) >= 5
+    assert eu.served() == [0, 1]
+    assert eu.files()["pins/step-000000000080/fragment-0000/v000000000009.record"] == b"since"
+    for store in (us.state.store, eu.state.store):
+        found = FragmentStore(store, PLAN.fragments[1], 4).recover()
+        assert found is not None and found.record.version == 2 and found.attempt == 0
 
 
 def record(version: int) -> VersionRecord:
