@@ -26,6 +26,7 @@ EXTRA_OF = {
     "simpy": "sim",
     "starlette": "page",
     "tensorboard": "tensorboard",
+    "textual": "watch",
     "tokenizers": "hf",
     "torchao": "float8",
     "transformers": "hf",

@@ -33,6 +33,7 @@ MADE_OF_ONE = (
     "diloco.simulations",
     "diloco.telemetry.prometheus",
     "diloco.transport.bucket.client",
+    "diloco.watch.screen",
 )
 #: Packages that are imported by another name than they are installed by.
 IMPORTED_AS = {"megatron-core": "megatron"}

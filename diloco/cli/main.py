@@ -37,6 +37,7 @@ from diloco.cli.run import (
     plan,
     report,
     syncer,
+    watch,
 )
 from diloco.errors import DilocoError
 from diloco.extras import EXTRA_OF, missing
@@ -98,6 +99,7 @@ _PANELS: dict[str, dict[str, Callable[..., None] | typer.Typer]] = {
         "launch": launch.launch,
         "status": control.status,
         "page": page.page,
+        "watch": watch.watch,
         "report": report.report,
         "export": export.export,
         "fetch": fetch.fetch,

@@ -217,11 +217,11 @@ def _templates() -> Environment:
         trim_blocks=True,
         lstrip_blocks=True,
     )
-    environment.filters |= {"utc": _utc}
+    environment.filters |= {"utc": utc}
     return environment
 
 
-def _utc(unix_s: float) -> str:
+def utc(unix_s: float) -> str:
     """Write a moment to the millisecond, in UTC."""
     try:
         text = time.strftime("%Y-%m-%d %H:%M:%S", time.gmtime(unix_s))

@@ -75,7 +75,7 @@ def page(
             raise ConfigError("--acts lets others act on a run: give --token-file, too")
         token = _token(token_file) if token_file else ""
         hosts = _names(certificate) if certificate else []
-        sources = [_source(each, certs, tokens, insecure) for each in runs]
+        sources = [source_of(each, certs, tokens, insecure) for each in runs]
         port = int(listening.getsockname()[1])
         shown = Page(
             sources, Access(token, hosts), port=port, is_encrypted=bool(certificate), may_act=acts
@@ -169,7 +169,12 @@ def _names(certificate: str) -> list[str]:
     return [*names, *(f"[{each}]" if each.version == 6 else str(each) for each in addresses)]
 
 
-def _source(run: str, certs: str, tokens: str, insecure: bool) -> Source:
+def source_of(run: str, certs: str, tokens: str, insecure: bool) -> Source:
+    """Find a run: by the address of its coordinator, or in its state directory.
+
+    Raises:
+        ConfigError: If it is neither.
+    """
     from diloco.page.sources import LiveSource, RecordedSource
 
     if Path(run).is_dir():
