@@ -195,6 +195,12 @@ def create(path: Path, *, mode: int = 0o644) -> int:
         return os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL, mode)
 
 
+def go_on(path: Path, *, mode: int = 0o644) -> int:
+    """Open a file to be written further, or make it; returns its descriptor."""
+    with raising_disk_full():
+        return os.open(path, os.O_RDWR | os.O_CREAT, mode)
+
+
 def reserve(descriptor: int, num_bytes: int) -> None:
     """Take room for what will be written; until then it reads as zeros.
 

@@ -317,6 +317,7 @@ class FragmentCopy:
         lacking = [file for name, file in wanted.items() if not file.is_at(self._staging / name)]
         needed, self.total_bytes = map(_num_bytes, (lacking, wanted.values()))
         self.copied_bytes = self.total_bytes - needed
+        needed -= sum(path.stat().st_size for path in self._staging.rglob("*.tmp"))
         if needed > (free := shutil.disk_usage(self._staging).free):
             raise ConfigError(
                 f"{format_bytes(needed)} are needed and {format_bytes(free)} are free below "

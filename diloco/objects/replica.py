@@ -56,8 +56,9 @@ _ATTEMPTS = 3
 _LOOKS = 20
 #: Of objects that nothing names any more, a few of which are no matter.
 _LEAST_DROPPED_BYTES = 64 << 20
-#: Of a file that has not got its name yet.
+#: Of a file that has not got its name yet; what is here of one is read so many bytes at a time.
 _UNFINISHED = ".tmp"
+_READ_BYTES = 1 << 20
 _FILES, _ROWS, _JOURNAL = "files", "rows", "journal"
 
 
@@ -323,7 +324,7 @@ class Replica:
             StoreAway: If the store does not answer.
         """
         files = {name: self._files[name] for name in names if name in self._files}
-        return {name: b"".join(self._pieces(file)) for name, file in files.items()}
+        return {name: b"".join(self._pieces(file, 0)) for name, file in files.items()}
 
     def lacks(self, directory: str) -> str:
         """Say what is not there of the files of a directory; empty: all that there should be is.
@@ -428,7 +429,7 @@ class Replica:
         return name in self._files or self.rows_until >= 0
 
     def fetch(self, name: str) -> None:
-        """Write a file here as the chain has it.
+        """Write a file here as the chain has it; goes on where the store failed before.
 
         Raises:
             ObjectLost: If its object is not there, or does not hold what was written.
@@ -437,17 +438,22 @@ class Replica:
         """
         file, path = self._files[name], self.root / name
         durable.make_directory_durably(path.parent)
-        fresh = path.with_name(path.name + ".tmp")
+        fresh = path.with_name(f"{path.name}.{file.digest[:16]}{_UNFINISHED}")
         for _ in range(_ATTEMPTS):
-            descriptor, digest, at = durable.create(fresh, mode=file.mode), blake3.blake3(), 0
+            descriptor, digest, at = durable.go_on(fresh, mode=file.mode), blake3.blake3(), 0
             try:
-                for piece in self._pieces(file):
+                while here := durable.read_at(descriptor, at, _READ_BYTES):
+                    digest.update(here)
+                    at += len(here)
+                self._on_piece(at)
+                for piece in self._pieces(file, at):
                     digest.update(piece)
                     at += durable.write_at(descriptor, at, piece)
                     self._on_piece(len(piece))
                 durable.sync(descriptor)
-            except BaseException:
-                durable.unlink(fresh)
+            except BaseException as error:
+                if not isinstance(error, StoreAway):  # which gives the rest another time
+                    durable.unlink(fresh)
                 raise
             finally:
                 durable.close(descriptor)
@@ -462,12 +468,13 @@ class Replica:
             f"copy or a version of it"
         )
 
-    def _pieces(self, file: StoredFile) -> Iterator[bytes]:
+    def _pieces(self, file: StoredFile, start: int) -> Iterator[bytes]:
+        """Read a file from a byte on."""
         if file.content is not None:
-            return iter([file.content])
+            return iter([file.content[start:]])
         return self._store.read(
             (f"{self.name}/data/{part.object_name}", part.start, part.num_bytes)
-            for part in file.parts
+            for part in file.parts_from(start)
         )
 
     # -- what becomes durable: called by diloco.durable -------------------------------------------

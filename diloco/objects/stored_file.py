@@ -71,6 +71,13 @@ class StoredFile:
             at += part.num_bytes
         return [found[start] for start in sorted(found)]
 
+    def parts_from(self, start: int) -> Iterator[Part]:
+        """Give what holds the file from a byte on."""
+        for part in self.parts:
+            if start < part.num_bytes:
+                yield Part(part.object_name, part.start + start, part.num_bytes - start)
+            start = max(0, start - part.num_bytes)
+
     def to_json(self) -> list[Any]:
         """Write it for an entry."""
         content = None if self.content is None else base64.b64encode(self.content).decode()

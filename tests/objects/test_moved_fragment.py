@@ -182,7 +182,7 @@ def test_a_move_that_is_killed_anywhere_is_done_again_to_the_same_end(
         assert us.takes(1, eu)
         serve(us.state, [1], {"east": 5, "west": 0})
 
-    assert until_done(us, monkeypatch, copied) > 8
+    assert until_done(us, monkeypatch, copied) > 6
     eu.write({new: b"nine"}, expired)
     us.start()
     copied()

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import errno
 import os
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +22,7 @@ class Failing(ObjectStore):
     """Fails as often as it is told to."""
 
     num_failures = num_large = 0
+    gives_bytes: int | None = None  # before it fails
 
     def put(self, name: str, data: Any, **options: Any) -> None:
         self.num_large += 1
@@ -32,6 +33,13 @@ class Failing(ObjectStore):
             self.num_failures -= 1
             raise StoreAway(errno.EIO, "503 Slow Down")
         return super().create(name, data)
+
+    def read(self, parts: Iterable[tuple[str, int, int]]) -> Iterator[bytes]:
+        for name, start, size in parts:
+            left = size if self.gives_bytes is None else min(size, self.gives_bytes)
+            yield from super().read([(name, start, left)])
+            if left < size:
+                raise StoreAway(errno.EIO, "503 Slow Down")
 
 
 @pytest.fixture
@@ -247,6 +255,29 @@ def test_a_torn_file_here_is_fetched_again(store: Failing, tmp_path: Path) -> No
 
     assert replica.restore() == len(LARGE)
     assert (root / "v1").read_bytes() == LARGE
+
+
+def test_a_file_is_fetched_on_from_where_the_store_failed_and_whole_where_that_is_torn(
+    store: Failing, tmp_path: Path
+) -> None:
+    replica_at(store, tmp_path / "one")
+    durable.write_durably(tmp_path / "one/v1", [LARGE])
+    two = replica_at(store, tmp_path / "two", at_work=False)
+    store.gives_bytes = 60_000
+    with pytest.raises(StoreAway):
+        two.fetch_all()
+    (part,) = (tmp_path / "two").iterdir()
+    assert part.read_bytes() == LARGE[:60_000]
+
+    came: list[int] = []
+    two.fetch_all(on_piece=came.append)
+    assert came == [60_000, 40_000] and held(tmp_path / "two") == {"v1": LARGE}
+
+    (tmp_path / "two/v1").unlink()
+    part.write_bytes(b"torn")
+    store.gives_bytes = None
+    two.fetch_all()
+    assert held(tmp_path / "two") == {"v1": LARGE}
 
 
 def test_a_directory_is_not_emptied_by_a_chain_that_keeps_nothing(
