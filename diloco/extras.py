@@ -22,6 +22,7 @@ EXTRA_OF = {
     "matplotlib": "plots",
     "megatron": "megatron",
     "obstore": "state",
+    "opentelemetry": "otel",
     "prometheus_client": "prometheus",
     "simpy": "sim",
     "starlette": "page",

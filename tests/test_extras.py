@@ -36,7 +36,11 @@ MADE_OF_ONE = (
     "diloco.watch.screen",
 )
 #: Packages that are imported by another name than they are installed by.
-IMPORTED_AS = {"megatron-core": "megatron"}
+IMPORTED_AS = {
+    "megatron-core": "megatron",
+    "opentelemetry-exporter-otlp-proto-http": "opentelemetry",
+    "opentelemetry-sdk": "opentelemetry",
+}
 #: Of extras, with packages that those bring.
 BROUGHT_ALONG = ("pandas", "pyarrow", "scipy", "yaml")
 

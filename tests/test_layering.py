@@ -177,7 +177,13 @@ FORBIDDEN = [
     pytest.param(
         "diloco",
         ENVIRONMENT,
-        ("diloco.baseline.members", "diloco.cli", "diloco.launch", "diloco.security.security"),
+        (
+            "diloco.baseline.members",
+            "diloco.cli",
+            "diloco.launch",
+            "diloco.security.security",
+            "diloco.telemetry.traces",  # which OpenTelemetry's own variables configure
+        ),
         id="environment-is-read-in-cli-and-launch",
     ),
 ]

@@ -33,6 +33,7 @@ from diloco.telemetry.events import (
 from diloco.telemetry.meter import ComputeWork, StepMeter
 from diloco.telemetry.sinks import BackgroundSink, FanOut, JsonlSink, Sink
 from diloco.telemetry.tensorboard import TensorBoardSink
+from diloco.telemetry.traces import traces_to
 from diloco.telemetry.wandb import WandbRun, WandbSink
 
 #: Inner steps over which the training loss is averaged, at least, before it is compared.
@@ -325,6 +326,8 @@ def build_sinks(config: Config, island_rank: int, output_dir: Path) -> Sink:
         sinks.append(BackgroundSink("tensorboard", sink))
     if island_rank == 0 and config.telemetry.wandb.mode != "disabled":
         sinks.append(BackgroundSink("wandb", WandbSink(_wandb_run(config, output_dir))))
+    if island_rank == 0:
+        sinks += traces_to("diloco-island", island, context, time.time)
     return FanOut(sinks)
 
 

@@ -86,6 +86,7 @@ from diloco.system import usable_cpus
 from diloco.telemetry.events import Event
 from diloco.telemetry.round_events import RoundExpired
 from diloco.telemetry.sinks import BackgroundSink, FanOut, JsonlSink, Sink
+from diloco.telemetry.traces import traces_to
 from diloco.transport.contracts import Handlers, Transport
 from diloco.transport.errors import ConnectError
 from diloco.transport.identity import Role
@@ -426,7 +427,9 @@ class _Process:
         context = {"run": config.run.name, "syncer_epoch": self.epoch}
         context["timeline"] = self.timeline.number
         path = directory / f"events-{state.syncer_name}.jsonl"
-        sink = BackgroundSink("rounds", JsonlSink(path, context, clock))
+        rounds = BackgroundSink("rounds", JsonlSink(path, context, clock))
+        traces = traces_to("diloco-syncer", state.syncer_name, context, clock)
+        sink = FanOut([rounds, *traces])
         try:
             sink.open()
         except OSError as error:
