@@ -376,6 +376,7 @@ class _Run:
             self.announce(f"coordinator of run {config.run.name!r} listens on {address}")
             if security.added is not None:
                 self.announce(f"for its commands: {config.transport.kind}://{address}")
+            self.announce(f"to see it: diloco page {address} or diloco watch {address}")
             if membership.is_finished:
                 self.announce(
                     f"the run has finished, but for {', '.join(membership.members.away)}: "

@@ -166,7 +166,8 @@ def _run(
             run.start()
         console.print(
             f"run {config.run.name}: coordinator at {run.address}; logs and events in "
-            f"{config.coordinator.state_dir}"
+            f"{config.coordinator.state_dir}; to see it: diloco page {run.address} or diloco watch "
+            f"{run.address}"
         )
         code = _watch(run, console)
         if code == 0:
