@@ -143,7 +143,7 @@ class JoinReply(_message.Message):
     def __init__(self, status: _Optional[_Union[JoinStatus, str]] = ..., message: _Optional[str] = ..., grant: _Optional[_Union[Grant, _Mapping]] = ..., island_slot: _Optional[int] = ..., syncers: _Optional[_Iterable[_Union[SyncerAssignment, _Mapping]]] = ..., policy_json: _Optional[str] = ..., is_resumed: _Optional[bool] = ..., resume_step: _Optional[int] = ..., last_inner_step: _Optional[int] = ..., total_tokens: _Optional[int] = ..., lease_s: _Optional[float] = ..., claims_json: _Optional[str] = ..., has_bucket: _Optional[bool] = ...) -> None: ...
 
 class ReportRequest(_message.Message):
-    __slots__ = ("protocol_version", "grant", "inner_step", "loss_nats", "tokens_per_s", "tokens", "fragments_in_flight", "bytes_up", "bytes_down", "blocked_s", "utilisation", "state", "message", "has_hold", "hold_step", "checkpoint_steps", "step_s", "position_json", "left_s", "cut", "transfer", "alarms", "held_out")
+    __slots__ = ("protocol_version", "grant", "inner_step", "loss_nats", "tokens_per_s", "tokens", "fragments_in_flight", "bytes_up", "bytes_down", "blocked_s", "utilisation", "state", "message", "has_hold", "hold_step", "checkpoint_steps", "step_s", "position_json", "left_s", "cut", "transfer", "link", "resident_bytes", "device_bytes", "mfu", "alarms", "held_out")
     PROTOCOL_VERSION_FIELD_NUMBER: _ClassVar[int]
     GRANT_FIELD_NUMBER: _ClassVar[int]
     INNER_STEP_FIELD_NUMBER: _ClassVar[int]
@@ -165,6 +165,10 @@ class ReportRequest(_message.Message):
     LEFT_S_FIELD_NUMBER: _ClassVar[int]
     CUT_FIELD_NUMBER: _ClassVar[int]
     TRANSFER_FIELD_NUMBER: _ClassVar[int]
+    LINK_FIELD_NUMBER: _ClassVar[int]
+    RESIDENT_BYTES_FIELD_NUMBER: _ClassVar[int]
+    DEVICE_BYTES_FIELD_NUMBER: _ClassVar[int]
+    MFU_FIELD_NUMBER: _ClassVar[int]
     ALARMS_FIELD_NUMBER: _ClassVar[int]
     HELD_OUT_FIELD_NUMBER: _ClassVar[int]
     protocol_version: int
@@ -188,9 +192,41 @@ class ReportRequest(_message.Message):
     left_s: float
     cut: CutPart
     transfer: TransferPart
+    link: LinkUse
+    resident_bytes: int
+    device_bytes: int
+    mfu: float
     alarms: _containers.RepeatedCompositeFieldContainer[Alarm]
     held_out: _containers.RepeatedCompositeFieldContainer[HeldOut]
-    def __init__(self, protocol_version: _Optional[int] = ..., grant: _Optional[_Union[Grant, _Mapping]] = ..., inner_step: _Optional[int] = ..., loss_nats: _Optional[float] = ..., tokens_per_s: _Optional[float] = ..., tokens: _Optional[int] = ..., fragments_in_flight: _Optional[int] = ..., bytes_up: _Optional[int] = ..., bytes_down: _Optional[int] = ..., blocked_s: _Optional[float] = ..., utilisation: _Optional[float] = ..., state: _Optional[str] = ..., message: _Optional[str] = ..., has_hold: _Optional[bool] = ..., hold_step: _Optional[int] = ..., checkpoint_steps: _Optional[_Iterable[int]] = ..., step_s: _Optional[float] = ..., position_json: _Optional[str] = ..., left_s: _Optional[float] = ..., cut: _Optional[_Union[CutPart, _Mapping]] = ..., transfer: _Optional[_Union[TransferPart, _Mapping]] = ..., alarms: _Optional[_Iterable[_Union[Alarm, _Mapping]]] = ..., held_out: _Optional[_Iterable[_Union[HeldOut, _Mapping]]] = ...) -> None: ...
+    def __init__(self, protocol_version: _Optional[int] = ..., grant: _Optional[_Union[Grant, _Mapping]] = ..., inner_step: _Optional[int] = ..., loss_nats: _Optional[float] = ..., tokens_per_s: _Optional[float] = ..., tokens: _Optional[int] = ..., fragments_in_flight: _Optional[int] = ..., bytes_up: _Optional[int] = ..., bytes_down: _Optional[int] = ..., blocked_s: _Optional[float] = ..., utilisation: _Optional[float] = ..., state: _Optional[str] = ..., message: _Optional[str] = ..., has_hold: _Optional[bool] = ..., hold_step: _Optional[int] = ..., checkpoint_steps: _Optional[_Iterable[int]] = ..., step_s: _Optional[float] = ..., position_json: _Optional[str] = ..., left_s: _Optional[float] = ..., cut: _Optional[_Union[CutPart, _Mapping]] = ..., transfer: _Optional[_Union[TransferPart, _Mapping]] = ..., link: _Optional[_Union[LinkUse, _Mapping]] = ..., resident_bytes: _Optional[int] = ..., device_bytes: _Optional[int] = ..., mfu: _Optional[float] = ..., alarms: _Optional[_Iterable[_Union[Alarm, _Mapping]]] = ..., held_out: _Optional[_Iterable[_Union[HeldOut, _Mapping]]] = ...) -> None: ...
+
+class LinkUse(_message.Message):
+    __slots__ = ("interval_s", "syncers", "up_capacity_bps", "down_capacity_bps", "has_bucket")
+    INTERVAL_S_FIELD_NUMBER: _ClassVar[int]
+    SYNCERS_FIELD_NUMBER: _ClassVar[int]
+    UP_CAPACITY_BPS_FIELD_NUMBER: _ClassVar[int]
+    DOWN_CAPACITY_BPS_FIELD_NUMBER: _ClassVar[int]
+    HAS_BUCKET_FIELD_NUMBER: _ClassVar[int]
+    interval_s: float
+    syncers: _containers.RepeatedCompositeFieldContainer[SyncerLinkUse]
+    up_capacity_bps: float
+    down_capacity_bps: float
+    has_bucket: bool
+    def __init__(self, interval_s: _Optional[float] = ..., syncers: _Optional[_Iterable[_Union[SyncerLinkUse, _Mapping]]] = ..., up_capacity_bps: _Optional[float] = ..., down_capacity_bps: _Optional[float] = ..., has_bucket: _Optional[bool] = ...) -> None: ...
+
+class SyncerLinkUse(_message.Message):
+    __slots__ = ("up_bps", "down_bps", "round_trip_s", "failed_calls", "recent_failed_calls")
+    UP_BPS_FIELD_NUMBER: _ClassVar[int]
+    DOWN_BPS_FIELD_NUMBER: _ClassVar[int]
+    ROUND_TRIP_S_FIELD_NUMBER: _ClassVar[int]
+    FAILED_CALLS_FIELD_NUMBER: _ClassVar[int]
+    RECENT_FAILED_CALLS_FIELD_NUMBER: _ClassVar[int]
+    up_bps: float
+    down_bps: float
+    round_trip_s: float
+    failed_calls: int
+    recent_failed_calls: int
+    def __init__(self, up_bps: _Optional[float] = ..., down_bps: _Optional[float] = ..., round_trip_s: _Optional[float] = ..., failed_calls: _Optional[int] = ..., recent_failed_calls: _Optional[int] = ...) -> None: ...
 
 class Alarm(_message.Message):
     __slots__ = ("kind", "island", "fragment_id", "text", "count")

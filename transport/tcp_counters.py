@@ -17,7 +17,7 @@ from diloco.transport.channels import SegmentCounts
 from diloco.transport.own_sockets import borrowed, can_look, descriptors, ip_of, sockets
 
 #: Offsets of the fields within struct tcp_info.
-_TOTAL_RETRANS, _DATA_SEGS_IN, _DATA_SEGS_OUT, _RCV_OOOPACK = 100, 152, 156, 224
+_RTT_US, _TOTAL_RETRANS, _DATA_SEGS_IN, _DATA_SEGS_OUT, _RCV_OOOPACK = 68, 100, 152, 156, 224
 _BYTES_ACKED, _BYTES_RECEIVED = 120, 128
 _INFO_BYTES = 232
 _CONTROL_BYTES = 16
@@ -39,6 +39,14 @@ def segment_counts(places: Collection[tuple[str, int]]) -> dict[int, SegmentCoun
     found while this process has no descriptor left to look with.
     """
     return dict(_of_each(places, _counts))
+
+
+def round_trip_s(places: Collection[tuple[str, int]]) -> float:
+    """Give the round trip of connections to hosts and ports, smoothed by the kernel; the least.
+
+    0 where there is no connection now.
+    """
+    return min((us / 1e6 for _, us in _of_each(places, _round_trip_us) if us), default=0.0)
 
 
 class BytesMoved:
@@ -78,6 +86,10 @@ def _num_bytes(connection: socket.socket) -> int:
     """Count the bytes that the peer has acknowledged, and those that have come."""
     info = _info(connection)
     return sum(struct.unpack_from("=Q", info, at)[0] for at in (_BYTES_ACKED, _BYTES_RECEIVED))
+
+
+def _round_trip_us(connection: socket.socket) -> int:
+    return int(struct.unpack_from("=I", _info(connection), _RTT_US)[0])
 
 
 def _info(connection: socket.socket) -> bytes:

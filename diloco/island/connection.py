@@ -20,6 +20,7 @@ import contextlib
 import logging
 import random
 import secrets
+import time
 from collections.abc import Callable, Collection, Iterable, Sequence
 from types import TracebackType
 from typing import Protocol
@@ -35,6 +36,7 @@ from diloco.island.exchange.retried_calls import retry_policy
 from diloco.island.exchange.state_transfer import SyncerRoutes
 from diloco.island.graceful_stop import GracefulStop
 from diloco.island.lanes.shards import LaneShards
+from diloco.island.link_report import LinkReport, LinkSettings
 from diloco.island.record import Record
 from diloco.island.registration import IslandState, Registration, Reports
 from diloco.outer.fragments import Plan
@@ -67,9 +69,11 @@ class Wires(Protocol):
     """Where transports come from; `island_rank` and `carriers` choose a part of a shaped link.
 
     `on_found` is called with the syncer of each fragment, by number, whenever that was asked.
+    `link` is what the run file says of the island's link.
     """
 
     on_found: Callable[[Sequence[int]], None]
+    link: LinkSettings
 
     def coordinator(self) -> Transport:
         """Open the channel to the coordinator."""
@@ -93,6 +97,7 @@ class Connection:
         record: Where everything that this rank does is recorded.
         progress: What the leader's reports say, asked once a second in another thread; `DiLoCo`
             sets it.
+        island_moved: Of `LinkReport.use`; `DiLoCo` sets it where the island has several ranks.
         on_join: Called with the coordinator's answer before anything is done with it.
     """
 
@@ -116,6 +121,7 @@ class Connection:
         self._is_open = False
         self._registration: Registration | None = None
         self._exchange: Exchange | None = None
+        self.island_moved: tuple[tuple[int, int], ...] | None = None
         self._farewell = ""
         self._is_stopped = self._is_early = False
 
@@ -302,7 +308,14 @@ class Connection:
             assert self._exchange is not None
             self._registration.on_answer = self._exchange.coordinator_answered
             start = self._registration.start_reporting
-            self.io.post(start, lambda: self.progress(), self._exchange.fail, graceful_stop)
+            link = LinkReport(self._exchange, self._wires.link)
+
+            def progress() -> ReportRequest:
+                said = self.progress()
+                said.link.CopyFrom(link.use(time.monotonic(), self.island_moved))
+                return said
+
+            self.io.post(start, progress, self._exchange.fail, graceful_stop)
 
     def check_going_on(self) -> None:
         """Raise what ended this start in the thread of the network.

@@ -62,6 +62,7 @@ class Record:
         meter: What time was spent on, so far.
         loss_nats: Of the last inner step that told one; 0 before.
         compute: What a token costs, where that is known.
+        device: Of the model, once `begin` was called.
         on_alarm: Called with the alarms that the training loss raises and clears.
         is_open: Whether the sinks take events.
     """
@@ -86,7 +87,7 @@ class Record:
         self._sink: Sink = FanOut(())
         self._is_leader = False
         self._profile: StepProfile | None = None
-        self._device = torch.device("cpu")
+        self.device = torch.device("cpu")
         self._began = self._stepped_at = clock()
         self._evaluation_s = self._aside_s = 0.0
         self._moved = (0, 0)
@@ -139,7 +140,7 @@ class Record:
             config: In force.
             device: Of the model.
         """
-        self._config, self._device = config, device
+        self._config, self.device = config, device
         self._loss_watch = LossWatch(max(config.outer.inner_steps_per_round, _LEAST_WATCHED))
         stem = config.profile_dir / f"{config.island_id}-{self._island_rank}"
         self._profile = StepProfile(config.telemetry.profile, stem, device, self.write)
@@ -222,7 +223,7 @@ class Record:
         self.meter.progressed(outer.schedule_step - self._schedule_step)
         self._schedule_step = outer.schedule_step
         if inner_step % _MEMORY_STEPS == 0:
-            self.write(memory_used(inner_step, self._device))
+            self.write(memory_used(inner_step, self.device))
         assert self._profile is not None, "begin was not called"
         self._profile.after(inner_step)
         self._profile.before(inner_step)
@@ -286,7 +287,7 @@ class Record:
     def ended(self, outer: OuterLoop, moved: tuple[int, int], *, wall_s: float) -> None:
         """Record the sums of the rank's life; `outer`'s bytes are its own."""
         self._tell_moved(outer.inner_step, moved)
-        self.write(memory_used(outer.inner_step, self._device))
+        self.write(memory_used(outer.inner_step, self.device))
         self.write(
             IslandEnded(
                 inner_step=outer.inner_step,

@@ -75,6 +75,7 @@ from diloco.island.lanes.shards import LaneShards
 from diloco.island.layout import build_plan, build_schedule
 from diloco.island.outer_loop import OuterLoop
 from diloco.island.outer_state import LoopParts
+from diloco.island.profile import memory_used
 from diloco.island.registration import IslandState
 from diloco.protocol.island.soundness import Mend, StepBound
 from diloco.protos.control_pb2 import JoinReply, ReportRequest
@@ -172,6 +173,7 @@ class DiLoCo:
             patience_s=patience_s,
             collective_s=transport.config.island.collective_timeout.seconds,
         )
+        transport.island_moved = None if self._groups.num_ranks == 1 else ()
         transport.open_record(self._groups.island_rank)
         specs = tensor_specs(
             self._trained.named, frozen=self._trained.frozen, group=self._groups.shards
@@ -772,19 +774,20 @@ class DiLoCo:
         Waits for all ranks, where the collect of what was due has just done so: a stop must be
         known before the next inner step, or ranks would part.
         """
+        own = [num_bytes for pair in self._exchange.moved for num_bytes in pair]
         *moved, word = island_sums(
-            self._groups,
-            [self.bytes_up, self.bytes_down, word],
-            tokens=self._tokens,
-            inner_step=self.inner_step,
+            self._groups, [*own, word], tokens=self._tokens, inner_step=self.inner_step
         )
-        self.island_bytes = (moved[0], moved[1])
+        self.island_bytes = (sum(moved[::2]), sum(moved[1::2]))
+        if self._groups.num_ranks > 1:
+            self._connection.island_moved = tuple(zip(moved[::2], moved[1::2], strict=True))
         return word
 
     def _progress(self) -> ReportRequest:
         """Return what a report says; called in the IO thread."""
         meter, is_training = self._record.meter, self._tokens > 0
         up, down = self.island_bytes if is_training else (self.bytes_up, self.bytes_down)
+        memory = memory_used(self.inner_step, self._record.device)
         return ReportRequest(
             state=self._state,
             inner_step=self.inner_step,
@@ -798,6 +801,9 @@ class DiLoCo:
             utilisation=meter.utilisation(self._record.wall_s),
             step_s=self._exchange.step_s,
             left_s=meter.left_s(self.inner_steps - self.schedule_step),
+            resident_bytes=memory.resident_bytes,
+            device_bytes=memory.device_reserved_bytes,
+            mfu=min(1.0, self._record.compute.mfu(meter.tokens, meter.inner_s)),
         )
 
     def _record_event(self, event: Event) -> None:

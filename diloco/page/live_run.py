@@ -27,6 +27,8 @@ from diloco.page.run_view import (
     VersionRow,
     command_in,
     counted,
+    is_silent,
+    link_row,
     median_text,
     named,
     seconds,
@@ -42,8 +44,6 @@ from diloco.transport.units import format_bytes, format_duration
 
 #: Seconds between two answers above which what was in between is not known.
 _GAP_S = 5.0
-#: Seconds after which a report is no longer what an island does now.
-_STALE_S = 10.0
 #: States of an island that makes inner steps, or sends the last of them.
 _WORKING = ("training", "flushing")
 _TONES: dict[str, Tone] = {
@@ -104,6 +104,7 @@ class LiveRun:
             notices=(*reply.away, *reply.moves, *_refusals(reply)),
             alarms=tuple(_alarm(each, self._address) for each in reply.alarms),
             islands=_islands(reply),
+            links=tuple(link_row(i, [s.name for s in reply.syncers]) for i in reply.islands),
             fragments=_fragments(reply),
             versions=tuple(self._versions),
             bars=(*self._bars, *self._newest_bars.values()),
@@ -207,8 +208,7 @@ def _checkpoint_text(reply: StatusReply) -> str:
 
 def _is_at_work(island: IslandStatus) -> bool:
     report = island.last_report
-    is_away = island.lease in ("lapsed", "kicked") or island.report_age_s >= _STALE_S
-    return report.state in _WORKING and not is_away
+    return report.state in _WORKING and not is_silent(island)
 
 
 def _figures(reply: StatusReply) -> tuple[Figure, ...]:

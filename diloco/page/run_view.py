@@ -12,6 +12,10 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Literal, TypeAlias
 
+from diloco.protos.control_pb2 import IslandStatus
+from diloco.telemetry.link_figures import link_figures
+from diloco.transport.units import format_bandwidth, format_bytes, format_duration
+
 #: How a state is coloured; the words say it, too.
 Tone: TypeAlias = Literal["plain", "good", "warning", "bad"]
 
@@ -21,6 +25,10 @@ MOST_EVENTS = 10_000
 MOST_BARS = 20_000
 #: Seconds that the timeline shows.
 HOUR_S = 3600.0
+#: Seconds after which a report is no longer what an island does now.
+STALE_S = 10.0
+#: Share of a link's bandwidth from which on it is full.
+_FULL = 0.9
 #: Points of a curve that are kept; of more, neighbours become one.
 _MOST_POINTS = 1024
 _BEYOND = 1e18
@@ -78,6 +86,39 @@ class IslandRow:
     left: str = "-"
     report: str = "-"
     last_error: str = "-"
+
+
+@dataclass(frozen=True, slots=True)
+class LinkPart:
+    """The part of a syncer in an island's traffic, in bits a second."""
+
+    syncer: str
+    up_bps: float
+    down_bps: float
+    round_trip_s: float = 0.0
+
+
+@dataclass(frozen=True, slots=True)
+class LinkRow:
+    """What an island's link does, in words; `fullness` in [0, 1], None: it is not known."""
+
+    island: str
+    tone: Tone = "plain"
+    up: str = "-"
+    down: str = "-"
+    round_trip: str = "-"
+    full: str = "-"
+    failed: str = "-"
+    memory: str = "-"
+    mfu: str = "-"
+    fullness: float | None = None
+    parts: tuple[LinkPart, ...] = ()
+    has_bucket: bool = False
+
+    @property
+    def bps(self) -> float:
+        """Bits a second of both directions."""
+        return sum(part.up_bps + part.down_bps for part in self.parts)
 
 
 @dataclass(frozen=True, slots=True)
@@ -176,6 +217,7 @@ class RunView:
     notices: tuple[str, ...] = ()
     alarms: tuple[AlarmRow, ...] = ()
     islands: tuple[IslandRow, ...] = ()
+    links: tuple[LinkRow, ...] = ()
     fragments: tuple[FragmentRow, ...] = ()
     versions: tuple[VersionRow, ...] = ()
     bars: tuple[Bar, ...] = ()
@@ -250,6 +292,56 @@ def _joined(
 ) -> tuple[int, float, float, int]:
     count = a[3] + b[3]
     return b[0], b[1], (a[2] * a[3] + b[2] * b[3]) / count, count
+
+
+def is_silent(island: IslandStatus) -> bool:
+    """Whether an island's last report is not what it does now."""
+    return island.lease in ("lapsed", "kicked") or island.report_age_s >= STALE_S
+
+
+def link_row(island: IslandStatus, syncers: Sequence[str] = ()) -> LinkRow:
+    """Say what an island's link does.
+
+    Args:
+        island: The island.
+        syncers: Names of the run's syncers, in order.
+    """
+    report = island.last_report
+    if not report.HasField("link") or is_silent(island):
+        return LinkRow(island.island)
+    link, figures = report.link, link_figures(report.link)
+    is_full = figures.fullness is not None and figures.fullness >= _FULL
+    memory = format_bytes(report.resident_bytes) if report.resident_bytes else "-"
+    if report.device_bytes:
+        memory += f", device {format_bytes(report.device_bytes)}"
+    names = [*syncers, *(f"syncer {n}" for n in range(len(syncers), len(link.syncers)))]
+    return LinkRow(
+        island.island,
+        tone="bad" if figures.recent_failed_calls else "warning" if is_full else "good",
+        up=rate_text(figures.up_bps),
+        down=rate_text(figures.down_bps),
+        round_trip=trip_text(figures.round_trip_s),
+        full="-" if figures.fullness is None else f"{figures.fullness:.0%}",
+        failed=f"{figures.recent_failed_calls:,} of {figures.failed_calls:,}",
+        memory=memory,
+        mfu=f"{report.mfu:.1%}" if report.mfu else "-",
+        fullness=figures.fullness,
+        parts=tuple(
+            LinkPart(name, use.up_bps, use.down_bps, use.round_trip_s)
+            for name, use in zip(names, link.syncers, strict=False)
+        ),
+        has_bucket=link.has_bucket,
+    )
+
+
+def rate_text(bps: float) -> str:
+    """Write a rate with three digits, so that a live page does not jump."""
+    return format_bandwidth(float(f"{bps:.3g}"))
+
+
+def trip_text(round_trip_s: float) -> str:
+    """Write a round trip; "-": it is not known."""
+    return format_duration(float(f"{round_trip_s:.3g}")) if round_trip_s else "-"
 
 
 def command_in(text: str, address: str) -> str:

@@ -34,6 +34,7 @@ from diloco.protos.control_pb2 import (
     IslandStatus,
     ReportRequest,
     StatusReply,
+    SyncerLinkUse,
 )
 from diloco.protos.fragment_pb2 import FragmentState
 from diloco.system import require_linux
@@ -264,6 +265,26 @@ _ISLAND_GAUGES: Sequence[tuple[str, str, Callable[[ReportRequest], float]]] = (
     ("in_flight_fragments", "Contributions without an outcome", lambda r: r.fragments_in_flight),
     ("utilisation_ratio", "Inner steps x undisturbed step time / wall", lambda r: r.utilisation),
 )
+#: The same of figures that are left out while they are 0: they are not known then.
+_KNOWN_GAUGES: Sequence[tuple[str, str, Callable[[ReportRequest], float]]] = (
+    ("resident_memory_bytes", "Memory of the first rank's process", lambda r: r.resident_bytes),
+    ("device_memory_bytes", "That it has of its device", lambda r: r.device_bytes),
+    ("mfu_ratio", "Share of the devices' peak, of all inner steps", lambda r: r.mfu),
+    (
+        "uplink_capacity_bytes_per_second",
+        "Configured bandwidth away from the island",
+        lambda r: r.link.up_capacity_bps / 8,
+    ),
+    (
+        "downlink_capacity_bytes_per_second",
+        "Configured bandwidth towards the island",
+        lambda r: r.link.down_capacity_bps / 8,
+    ),
+)
+_LINK_GAUGES: Sequence[tuple[str, str, Callable[[SyncerLinkUse], float]]] = (
+    ("uplink_bytes_per_second", "Sent by all ranks of late", lambda s: s.up_bps / 8),
+    ("downlink_bytes_per_second", "Received by all ranks of late", lambda s: s.down_bps / 8),
+)
 _ISLAND_COUNTERS: Sequence[tuple[str, str, Callable[[ReportRequest], float]]] = (
     ("tokens", "Tokens trained on", lambda r: r.tokens),
     ("uplink_bytes", "Bytes sent by all ranks", lambda r: r.bytes_up),
@@ -336,6 +357,10 @@ def _island_metrics(islands: Sequence[IslandStatus]) -> Iterator[Metric]:
     for name, what, read in _ISLAND_GAUGES:
         samples = [([island], read(report)) for island, report in told]
         yield _gauge(f"island_{name}", what, ["island"], samples)
+    for name, what, read in _KNOWN_GAUGES:
+        known = [([island], read(report)) for island, report in told if read(report)]
+        yield _gauge(f"island_{name}", what, ["island"], known)
+    yield from _link_metrics(told)
     newest = [max(r.held_out, key=lambda h: h.checkpoint, default=None) for _, r in told]
     losses = [([i], h.nats_per_byte) for (i, _), h in zip(told, newest, strict=True) if h]
     what = "Held-out loss at its newest checkpoint, nats a byte"
@@ -343,6 +368,22 @@ def _island_metrics(islands: Sequence[IslandStatus]) -> Iterator[Metric]:
     for name, what, read in _ISLAND_COUNTERS:
         samples = [([island], read(report)) for island, report in told]
         yield _counter(f"island_{name}", f"{what}, since its start", ["island"], samples)
+
+
+def _link_metrics(told: Sequence[tuple[str, ReportRequest]]) -> Iterator[Metric]:
+    both = ["island", "syncer"]
+    links = [
+        ([island, str(syncer)], use)
+        for island, report in told
+        for syncer, use in enumerate(report.link.syncers)
+    ]
+    for name, what, read in _LINK_GAUGES:
+        yield _gauge(f"island_{name}", what, both, [(labels, read(use)) for labels, use in links])
+    trips = [(labels, use.round_trip_s) for labels, use in links if use.round_trip_s]
+    yield _gauge("island_round_trip_seconds", "To the syncer and back", both, trips)
+    failed = [(labels, float(use.failed_calls)) for labels, use in links]
+    what = "Attempts of calls of the first rank that broke, since its start"
+    yield _counter("island_failed_calls", what, both, failed)
 
 
 # -- the syncer --------------------------------------------------------------------------------

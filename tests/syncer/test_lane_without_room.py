@@ -74,7 +74,7 @@ def test_a_lane_that_finds_no_room_is_sent_twice_at_most(
                 await submitting
             assert reply.asks_first, "other lanes do not begin before they are told"
             # Twice, as it is one that travels in one message; of a larger one nothing is repeated.
-            assert calls.bytes_up < 2.2 * len(lane)
+            assert calls.moved[0] < 2.2 * len(lane)
         finally:
             await calls.close()
             await server.stop(0.0)

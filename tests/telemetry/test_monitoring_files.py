@@ -17,8 +17,10 @@ from diloco.protos.control_pb2 import (
     FragmentStatus,
     HeldOut,
     IslandStatus,
+    LinkUse,
     ReportRequest,
     StatusReply,
+    SyncerLinkUse,
     SyncerStatus,
 )
 from diloco.protos.fragment_pb2 import FragmentState
@@ -33,7 +35,15 @@ CASES = Path(__file__).with_name("alert_cases.yml")
 
 def exported() -> list[Metric]:
     """All metrics of a coordinator and a syncer."""
-    report = ReportRequest(state="training", held_out=[HeldOut(checkpoint=1, nats_per_byte=1.0)])
+    use = SyncerLinkUse(up_bps=1.0, down_bps=1.0, round_trip_s=0.1)
+    report = ReportRequest(
+        state="training",
+        link=LinkUse(syncers=[use], up_capacity_bps=1.0, down_capacity_bps=1.0),
+        mfu=0.5,
+        resident_bytes=1,
+        device_bytes=1,
+        held_out=[HeldOut(checkpoint=1, nats_per_byte=1.0)],
+    )
     status = StatusReply(
         run="demo",
         state="running",

@@ -19,9 +19,11 @@ from diloco.protos.control_pb2 import (
     FragmentStatus,
     HeldOut,
     IslandStatus,
+    LinkUse,
     RefusalCount,
     ReportRequest,
     StatusReply,
+    SyncerLinkUse,
     SyncerStatus,
 )
 from diloco.protos.fragment_pb2 import FragmentState
@@ -56,6 +58,14 @@ def status() -> StatusReply:
     report = ReportRequest(
         inner_step=12, loss_nats=2.5, tokens_per_s=100.0, tokens=768, fragments_in_flight=1,
         bytes_up=70, bytes_down=80, blocked_s=1.5, utilisation=0.9, state="training",
+        resident_bytes=4096, mfu=0.25,
+        link=LinkUse(
+            up_capacity_bps=80.0,
+            syncers=[
+                SyncerLinkUse(up_bps=8.0, down_bps=16.0, round_trip_s=0.06, failed_calls=3),
+                SyncerLinkUse(up_bps=24.0),
+            ],
+        ),
         held_out=[
             HeldOut(checkpoint=100, nats_per_byte=2.0),
             HeldOut(checkpoint=200, nats_per_byte=1.5),
@@ -114,6 +124,16 @@ def test_coordinator_tells_of_run_islands_and_fragments() -> None:
         "diloco_island_uplink_bytes_total{island=east}": 70,
         "diloco_island_downlink_bytes_total{island=east}": 80,
         "diloco_island_blocked_seconds_total{island=east}": 1.5,
+        "diloco_island_resident_memory_bytes{island=east}": 4096,
+        "diloco_island_mfu_ratio{island=east}": 0.25,
+        "diloco_island_uplink_capacity_bytes_per_second{island=east}": 10,
+        "diloco_island_uplink_bytes_per_second{island=east,syncer=0}": 1,
+        "diloco_island_uplink_bytes_per_second{island=east,syncer=1}": 3,
+        "diloco_island_downlink_bytes_per_second{island=east,syncer=0}": 2,
+        "diloco_island_downlink_bytes_per_second{island=east,syncer=1}": 0,
+        "diloco_island_round_trip_seconds{island=east,syncer=0}": 0.06,
+        "diloco_island_failed_calls_total{island=east,syncer=0}": 3,
+        "diloco_island_failed_calls_total{island=east,syncer=1}": 0,
         "diloco_fragment_version{fragment=0}": 3,
         "diloco_fragment_attempt{fragment=0}": 1,
         "diloco_fragment_contributors{fragment=0}": 2,

@@ -9,6 +9,7 @@ from rich.console import Group
 from rich.text import Text
 
 from diloco.cli.terminal.fitted_table import FittedTable
+from diloco.page.run_view import LinkRow, link_row
 from diloco.protos.control_pb2 import FragmentStatus, IslandStatus, StatusReply, SyncerStatus
 from diloco.transport.units import format_bytes, format_duration
 
@@ -22,12 +23,14 @@ _RUNNING = frozenset({"active", "draining"})
 
 
 def status_view(reply: StatusReply) -> Group:
-    """Show all: run, islands, fragments, several syncers, refusals, moves, who is away, alarms."""
+    """Show all: run, islands, links, fragments, several syncers, refusals, moves, away, alarms."""
     texts = [refusals_line(reply)] if reply.refusals else []
     texts += [Text(line, style="yellow") for line in reply.moves]
     texts += [Text(line, style="red") for line in reply.away]
     texts += [Text(line, style="bold red") for line in alarm_lines(reply)]
     tables = [islands_table(reply), fragments_table(reply)]
+    if any(island.last_report.HasField("link") for island in reply.islands):
+        tables.insert(1, links_table(reply))
     if len(reply.syncers) > 1:
         tables.append(syncers_table(reply))
     texts.insert(0, run_line(reply))
@@ -75,6 +78,25 @@ def islands_table(reply: StatusReply) -> FittedTable:
     islands = sorted(reply.islands, key=lambda island: island.island_slot)
     rows = [_island_cells(island, reply.inner_steps) for island in islands]
     return FittedTable.with_rows(headings, rows, {1, *range(4, len(headings))})
+
+
+def links_table(reply: StatusReply) -> FittedTable:
+    """Show one row an island that reports on its link: what that does now, and memory."""
+    islands = [island for island in reply.islands if island.last_report.HasField("link")]
+    columns: dict[str, Callable[[LinkRow], object]] = {
+        "link": lambda row: row.island,
+        "sends": lambda row: row.up,
+        "receives": lambda row: row.down,
+        "round trip": lambda row: row.round_trip,
+        "full": lambda row: row.full,
+        "failed": lambda row: row.failed,
+        "memory": lambda row: row.memory,
+        "MFU": lambda row: row.mfu,
+    }
+    rows = list(map(link_row, islands))
+    if all(row.mfu == _UNKNOWN for row in rows):
+        del columns["MFU"]
+    return FittedTable.of(rows, columns)
 
 
 def fragments_table(reply: StatusReply) -> FittedTable:

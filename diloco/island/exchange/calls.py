@@ -105,14 +105,19 @@ class SyncerCalls:
         )
 
     @property
-    def bytes_up(self) -> int:
-        """Bytes sent: headers and payloads, what was sent again included."""
-        return self._calls.bytes_up
+    def peer(self) -> str:
+        """Where the syncer is."""
+        return self._calls.peer
 
     @property
-    def bytes_down(self) -> int:
-        """Bytes received, likewise."""
-        return self._calls.bytes_down
+    def moved(self) -> tuple[int, int]:
+        """Bytes sent and received: headers and payloads, what was sent again included."""
+        return self._calls.moved
+
+    @property
+    def num_failed(self) -> int:
+        """Attempts of calls that broke."""
+        return self._calls.num_failed
 
     async def close(self) -> None:
         """Close both transports."""

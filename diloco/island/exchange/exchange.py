@@ -191,14 +191,29 @@ class Exchange:
         return min(link.pinned_step for link in self._links)
 
     @property
+    def moved(self) -> list[tuple[int, int]]:
+        """Bytes sent to each syncer so far, and received from it."""
+        return [link.calls.moved for link in self._links]
+
+    @property
     def bytes_up(self) -> int:
         """Bytes sent so far."""
-        return sum(link.calls.bytes_up for link in self._links)
+        return sum(up for up, _ in self.moved)
 
     @property
     def bytes_down(self) -> int:
         """Bytes received so far."""
-        return sum(link.calls.bytes_down for link in self._links)
+        return sum(down for _, down in self.moved)
+
+    @property
+    def peers(self) -> list[str]:
+        """Where each syncer is."""
+        return [link.calls.peer for link in self._links]
+
+    @property
+    def failed_calls(self) -> list[int]:
+        """Attempts of calls to each syncer that broke so far."""
+        return [link.calls.num_failed for link in self._links]
 
     # -- called in the loop ----------------------------------------------------------------------
 

@@ -10,6 +10,7 @@ from __future__ import annotations
 import contextlib
 import logging
 import random
+import threading
 from collections.abc import Hashable, Iterator
 from dataclasses import dataclass, field, replace
 
@@ -91,6 +92,45 @@ class _Progress:
         return self._count
 
 
+class _Bytes:
+    """Bytes that calls have sent and received so far, those under way included. Any thread."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._up = self._down = 0
+        #: By name, with what each had sent and received before this attempt.
+        self._under_way: dict[bytes, tuple[Transfer, int, int]] = {}
+
+    @contextlib.contextmanager
+    def of(self, transfer: Transfer, header: bytes) -> Iterator[None]:
+        """Count what an attempt moves, and its header."""
+        with self._lock:
+            self._up += len(header)
+            self._under_way[transfer.name] = transfer, transfer.sent_bytes, transfer.received_bytes
+        try:
+            yield
+        finally:
+            with self._lock:
+                _, sent, received = self._under_way.pop(transfer.name)
+                self._up += transfer.sent_bytes - sent
+                self._down += transfer.received_bytes - received
+
+    def received(self, header: bytes) -> None:
+        """Count the header of a reply."""
+        with self._lock:
+            self._down += len(header)
+
+    @property
+    def moved(self) -> tuple[int, int]:
+        """Sent and received."""
+        with self._lock:
+            up, down = self._up, self._down
+            for transfer, sent, received in self._under_way.values():
+                up += transfer.sent_bytes - sent
+                down += transfer.received_bytes - received
+            return up, down
+
+
 class SyncerReach:
     """When each of those that a rank calls has answered last: syncers, and the coordinator."""
 
@@ -138,10 +178,11 @@ class _Call:
 class RetriedCalls:
     """Calls over a control and a data transport to one syncer.
 
-    `bytes_up` and `bytes_down` count headers and payloads, what was sent again included. A call
-    that breaks is made again, and goes on where it was unless its payload is one that travels in
-    one message (`framing.WHOLE_BYTES`). While `asks_first`, the newest word of the syncer, or once
-    it says `NotYet`, a payload is sent when it is its turn there, however long that takes.
+    `moved` counts headers and payloads, what was sent again included; `num_failed` attempts that
+    broke. A call that breaks is made again, and goes on where it was unless its payload is one that
+    travels in one message (`framing.WHOLE_BYTES`). While `asks_first`, the newest word of the
+    syncer, or once it says `NotYet`, a payload is sent when it is its turn there, however long that
+    takes.
     """
 
     def __init__(
@@ -175,8 +216,18 @@ class RetriedCalls:
         self._is_away = False  # nothing answers, not even on the way for control
         self._progress = {transport: _Progress() for transport in (control, data)}
         self.asks_first = False
-        self.bytes_up = 0
-        self.bytes_down = 0
+        self.num_failed = 0
+        self._bytes = _Bytes()
+
+    @property
+    def peer(self) -> str:
+        """Where the syncer is."""
+        return self._control.peer
+
+    @property
+    def moved(self) -> tuple[int, int]:
+        """Bytes sent and received, those of calls under way included."""
+        return self._bytes.moved
 
     async def close(self) -> None:
         """Close both transports."""
@@ -269,34 +320,33 @@ class RetriedCalls:
 
     async def _attempt(self, call: _Call) -> Reply:
         transfer = call.transfer
-        sent, received = transfer.sent_bytes, transfer.received_bytes
-        self.bytes_up += len(call.header)
+        sent = transfer.sent_bytes
         try:
-            reply = await call.transport.call(
-                call.method,
-                call.header,
-                call.payload,
-                deadline_s=call.deadline_s,
-                max_reply_bytes=call.max_reply_bytes,
-                transfer=transfer if call.has_payload else None,
-            )
+            with self._bytes.of(transfer, call.header):
+                reply = await call.transport.call(
+                    call.method,
+                    call.header,
+                    call.payload,
+                    deadline_s=call.deadline_s,
+                    max_reply_bytes=call.max_reply_bytes,
+                    transfer=transfer if call.has_payload else None,
+                )
         except NotYet:
             self._has_answered(call)  # however long the queue is there
             transfer.asks_first = True
             raise
         except TransportError as error:
+            self.num_failed += 1
             if error.is_damage:  # somebody is there
                 self._damage.found(error)
             else:
                 self._is_away = self._is_away or call.transport is self._control
             raise
         finally:
-            self.bytes_up += transfer.sent_bytes - sent
-            self.bytes_down += transfer.received_bytes - received
             if transfer.sent_bytes > sent:
                 call.untold.add(transfer.moved_bytes)
         self._has_answered(call)
-        self.bytes_down += len(reply.header)
+        self._bytes.received(reply.header)
         return reply
 
     def _has_answered(self, call: _Call) -> None:

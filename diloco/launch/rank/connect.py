@@ -23,6 +23,7 @@ from diloco.extras import require
 from diloco.faults.process import link_faults
 from diloco.forecast.build import carrier_link, link_profile
 from diloco.island.connection import Connection
+from diloco.island.link_report import LinkSettings
 from diloco.island.record import Record
 from diloco.protocol.run.alarms import AlarmKind
 from diloco.protos.control_pb2 import RunStateReply
@@ -122,6 +123,17 @@ def _check_not_over(config: Config) -> None:
         )  # fmt: skip
 
 
+def _link_settings(config: Config, profile: LinkProfile | None) -> LinkSettings:
+    """Say what is known of the island's link: a simulated one, or the rate that it may take."""
+    has_bucket = config.transport.payloads == "bucket"
+    if profile is None:
+        rate_bps = config.transport.rate.bps
+        return LinkSettings(rate_bps, rate_bps, has_bucket=has_bucket)
+    up, down = profile.up, profile.down
+    delay_s = up.delay_s + down.delay_s
+    return LinkSettings(up.bandwidth_bps, down.bandwidth_bps, delay_s, has_bucket)
+
+
 class _Wires:
     """Connections of the run's kind; shaped to a syncer where `transport.link` has a profile."""
 
@@ -134,6 +146,7 @@ class _Wires:
         self.on_found: Callable[[Sequence[int]], None] = lambda syncers: None
         self._security = security
         self._profile = profile
+        self.link = _link_settings(config, profile)
         self._faults = link_faults(os.environ, config.island_id, address)
 
     def coordinator(self) -> Transport:

@@ -35,6 +35,8 @@ from diloco.protocol.run.plan_bytes import MOST_PLAN_BYTES
 #: A declared batch may be so many times the largest in the coordinator's file: unequal islands are
 #: the point of token weights, and a site's own file decides (`tokens_per_inner_step` is local).
 MOST_BATCH_RATIO = 16
+#: Bits a second that no link has: what an island says of its own is within it.
+MOST_LINK_BPS = 1e15
 #: Depth of JSON texts.
 _MOST_DEPTH = 32
 _MOST_JSON_DIGITS = 20
@@ -193,6 +195,8 @@ _SAID = Words(MOST_ENDING)  # shown, and cut there
 _SPEAKS = {"protocol_version": Whole(2**32 - 1)}  # compared before
 _EXIT = Whole(255)
 _WAIT = Real(0.0, 3600.0)
+_RATE = Real(0.0, MOST_LINK_BPS)
+_MEMORY = Whole(1 << 50)
 _JUDGED = Whole(2**64 - 1)  # with the contribution: `Weights`
 _OF_A_LANE = {**_SPEAKS, "fragment_id": _FRAGMENT, "lane_id": _LANE}
 
@@ -240,8 +244,24 @@ BOUNDS: Mapping[str, Mapping[str, Bound]] = {
         "step_s": Real(0.0, _DAY_S),
         "left_s": Real(),
         "position_json": Json(),
+        "resident_bytes": _MEMORY,
+        "device_bytes": _MEMORY,
+        "mfu": Real(0.0, 1.0),
         "alarms": Many(1 << 10),
         "held_out": Many(MOST_CHECKPOINTS),
+    },
+    "diloco.control.v1.LinkUse": {
+        "interval_s": Real(),
+        "syncers": Many("num_syncers"),
+        "up_capacity_bps": _RATE,
+        "down_capacity_bps": _RATE,
+    },
+    "diloco.control.v1.SyncerLinkUse": {
+        "up_bps": _RATE,
+        "down_bps": _RATE,
+        "round_trip_s": Real(0.0, _DAY_S),
+        "failed_calls": _COUNT,
+        "recent_failed_calls": _COUNT,
     },
     "diloco.control.v1.HeldOut": {
         "checkpoint": _COUNT,

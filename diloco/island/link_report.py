@@ -1,0 +1,110 @@
+"""What the leader's reports say of its island's way to the syncers, without traffic of its own.
+
+Bytes are counted where calls are made, rates follow from them; the round trip is what the kernel
+measures on the connections that there are, to which a simulated link adds its delay. One that goes
+through another process (libp2p) has none that is known.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+from diloco.protocol.run.peer_bounds import MOST_LINK_BPS
+from diloco.protos.control_pb2 import LinkUse, SyncerLinkUse
+from diloco.telemetry.link_figures import Growth
+from diloco.transport.addresses import split_address
+from diloco.transport.tcp_counters import can_count, round_trip_s
+
+
+@dataclass(frozen=True, slots=True)
+class LinkSettings:
+    """What the run file says of an island's link.
+
+    Args:
+        up_bps: Bandwidth in bits a second; 0: not known. So is `down_bps`.
+        added_s: Round trip of a simulated link, which the kernel does not see.
+        has_bucket: Whether payloads travel as objects of an object store.
+    """
+
+    up_bps: float = 0.0
+    down_bps: float = 0.0
+    added_s: float = 0.0
+    has_bucket: bool = False
+
+
+class SyncerCounters(Protocol):
+    """What a rank has counted of each syncer so far, in the order of the syncers."""
+
+    @property
+    def peers(self) -> Sequence[str]:
+        """Where each is."""
+
+    @property
+    def moved(self) -> Sequence[tuple[int, int]]:
+        """Bytes sent to each, and received from it."""
+
+    @property
+    def failed_calls(self) -> Sequence[int]:
+        """Attempts of calls to each that broke."""
+
+
+class LinkReport:
+    """Reads what an island's link does; everything in the loop of the network."""
+
+    def __init__(self, exchange: SyncerCounters, settings: LinkSettings) -> None:
+        """Assign only; `exchange` is the leader's."""
+        self._exchange, self._settings = exchange, settings
+        self._moved, self._failed = Growth(), Growth()
+        self._sums: Sequence[tuple[int, int]] = ()
+
+    def use(self, now: float, island_moved: Sequence[tuple[int, int]] | None) -> LinkUse:
+        """Say what the link does.
+
+        Args:
+            now: Seconds of a clock that never goes back.
+            island_moved: Bytes that all ranks have sent to each syncer, and received from it, when
+                they were last summed, another object each time; None: the leader is the only rank.
+        """
+        exchange = self._exchange
+        if island_moved is None:
+            self._moved.add(now, [n for pair in exchange.moved for n in pair])
+        elif island_moved and island_moved is not self._sums:
+            self._sums = island_moved
+            self._moved.add(now, [n for pair in island_moved for n in pair])
+        self._failed.add(now, exchange.failed_calls)
+        settings, span_s = self._settings, self._moved.span_s
+        bps = [min(8 * n / span_s, MOST_LINK_BPS) if span_s else 0.0 for n in self._moved.growth]
+        bps = bps or [0.0, 0.0] * len(exchange.peers)  # all ranks have not summed up yet
+        return LinkUse(
+            interval_s=span_s,
+            syncers=[
+                SyncerLinkUse(
+                    up_bps=up_bps,
+                    down_bps=down_bps,
+                    round_trip_s=self._round_trip_s(peer),
+                    failed_calls=failed,
+                    recent_failed_calls=recent,
+                )
+                for peer, up_bps, down_bps, failed, recent in zip(
+                    exchange.peers,
+                    bps[::2],
+                    bps[1::2],
+                    exchange.failed_calls,
+                    self._failed.growth,
+                    strict=True,
+                )
+            ],
+            up_capacity_bps=min(settings.up_bps, MOST_LINK_BPS),
+            down_capacity_bps=min(settings.down_bps, MOST_LINK_BPS),
+            has_bucket=settings.has_bucket,
+        )
+
+    def _round_trip_s(self, peer: str) -> float:
+        """Give the round trip to a syncer; 0: not known."""
+        measured_s = 0.0
+        with contextlib.suppress(ValueError):  # of an address that is no HOST:PORT
+            measured_s = round_trip_s([split_address(peer)]) if can_count() else 0.0
+        return measured_s + self._settings.added_s if measured_s else 0.0
