@@ -108,6 +108,7 @@ FORBIDDEN = [
             "diloco.page.access",
             "diloco.page.charts",
             "diloco.page.live_run",
+            "diloco.page.network",
             "diloco.page.recorded_run",
             "diloco.page.run_view",
             "diloco.protocol",

@@ -25,6 +25,8 @@ from diloco.page.run_view import (
     Figure,
     FragmentRow,
     IslandRow,
+    LinkPart,
+    LinkRow,
     Mark,
     RunView,
     Tone,
@@ -33,6 +35,7 @@ from diloco.page.run_view import (
     counted,
     median_text,
     named,
+    rate_text,
     seconds,
 )
 from diloco.transport.units import format_bytes, format_duration
@@ -94,6 +97,7 @@ class _Island:
     blocked_s: float = 0.0
     in_flight: dict[int, tuple[int, float]] = field(default_factory=dict)
     moved: tuple[int, int] | None = None
+    moved_at: float = 0.0
     ended: _Ended | None = None
     last_error: str = "-"
     checkpoints: list[int] = field(default_factory=list)
@@ -206,6 +210,7 @@ class RecordedRun:
             notices=tuple(notices),
             alarms=tuple(self._alarm_rows(now)),
             islands=tuple(self._island_row(name, now) for name in sorted(self._islands)),
+            links=tuple(map(self._link_row, sorted(self._islands))),
             fragments=tuple(
                 self._fragment_row(p, now, is_under_way) for p in sorted(self._fragments)
             ),
@@ -261,6 +266,7 @@ class RecordedRun:
                     self._merges.append(Mark(p, at, "merged", text))
             case "bytes_moved":
                 island.moved = _count(event["bytes_up"]), _count(event["bytes_down"])
+                island.moved_at = at
             case "checkpoint_written":
                 island.checkpoints.append(_count(event["inner_step"]))
             case "island_resumed" | "island_rejoined":
@@ -496,6 +502,16 @@ class RecordedRun:
             report=f"{seconds(max(0.0, now - island.last_at))} ago" if island.last_at else "-",
             last_error=island.last_error,
         )
+
+    def _link_row(self, name: str) -> LinkRow:
+        """Say what a link has carried on average: events have sums alone."""
+        island = self._islands[name]
+        span_s = island.moved_at - island.began_at
+        if island.moved is None or not island.began_at or span_s <= 0:
+            return LinkRow(name)
+        up_bps, down_bps = (8 * num_bytes / span_s for num_bytes in island.moved)
+        part = LinkPart("syncers", up_bps, down_bps)
+        return LinkRow(name, up=rate_text(up_bps), down=rate_text(down_bps), parts=(part,))
 
     def _fragment_row(self, p: int, now: float, is_under_way: bool) -> FragmentRow:
         newest, opened = self._newest.get(p), self._open.get(p)

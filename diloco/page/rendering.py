@@ -16,12 +16,22 @@ from jinja2 import Environment, FileSystemLoader, StrictUndefined
 
 from diloco.page.acts import ACTS
 from diloco.page.charts import loss_chart, timeline_chart
-from diloco.page.run_view import HOUR_S, CurveView, RunView, differing, filtered
+from diloco.page.network import fullest, network_chart
+from diloco.page.run_view import (
+    HOUR_S,
+    CurveView,
+    RunView,
+    differing,
+    filtered,
+    rate_text,
+    trip_text,
+)
 
 #: Views of one run -> their sections, in order.
 VIEWS = {
     "overview": ("state", "figures", "alarms", "loss"),
     "islands": ("state", "islands"),
+    "network": ("state", "network", "links"),
     "fragments": ("state", "timeline", "fragments", "versions"),
     "events": ("state", "filters", "events"),
     "run": ("state", "facts", "settings"),
@@ -31,8 +41,8 @@ COMPARE = "compare"
 #: The view of what may be done to a live run.
 _ACTS = "acts"
 _COMPARED = ("compared", "compared_loss", "differing")
-#: Rows of one page of events; of versions; minutes that the timeline may show.
-_EVENTS, _VERSIONS, _MINUTES = 200, 100, (1, 5, 15, 60)
+#: Rows of one page of events; of versions; of links; minutes that the timeline may show.
+_EVENTS, _VERSIONS, _LINKS, _MINUTES = 200, 100, 100, (1, 5, 15, 60)
 
 
 @dataclass(frozen=True, slots=True)
@@ -161,6 +171,12 @@ def _extra(view: str, run: RunView, query: Query) -> dict[str, Any]:
     match view:
         case "overview":
             return {"chart": loss_chart(run.curves), "held_out": loss_chart(run.held_out)}
+        case "network":
+            return {
+                "chart": network_chart(run.links),
+                "links": fullest(run.links, _LINKS),
+                "has_parts": any(len(link.parts) > 1 for link in run.links),
+            }
         case "fragments":
             span_s = min(60.0 * query.minutes, _span_s(run))
             chart = timeline_chart(run.bars, run.marks, end_s=run.now, span_s=span_s)
@@ -217,7 +233,7 @@ def _templates() -> Environment:
         trim_blocks=True,
         lstrip_blocks=True,
     )
-    environment.filters |= {"utc": utc}
+    environment.filters |= {"utc": utc, "rate": rate_text, "trip": trip_text}
     return environment
 
 

@@ -10,6 +10,7 @@ import pytest
 
 from diloco.page.charts import WIDTH, loss_chart, timeline_chart
 from diloco.page.live_run import LiveRun, sentence
+from diloco.page.network import network_chart
 from diloco.page.recorded_run import RecordedRun
 from diloco.page.rendering import VIEWS, Frame, Query, page_of
 from diloco.page.run_view import (
@@ -27,8 +28,11 @@ from diloco.protos.control_pb2 import (
     AlarmStatus,
     FragmentStatus,
     IslandStatus,
+    LinkUse,
     ReportRequest,
     StatusReply,
+    SyncerLinkUse,
+    SyncerStatus,
 )
 from diloco.telemetry.events import AlarmCleared, AlarmRaised, Event, IslandRejoined
 from diloco.telemetry.round_events import RoundExpired
@@ -160,6 +164,54 @@ def test_the_timeline_of_many_fragments_has_one_bar_of_each_phase() -> None:
     assert [(bar.start_s, bar.end_s) for bar in run.view().bars] == [(100.0, 104.0)] * 200
 
 
+def linked(name: str, up_bps: float, bucket: bool = False, **report: Any) -> IslandStatus:
+    uses = [SyncerLinkUse(up_bps=up_bps, round_trip_s=0.06), SyncerLinkUse(down_bps=4e5)]
+    link = LinkUse(syncers=uses, up_capacity_bps=1e6, has_bucket=bucket)
+    return island(name, link=link, resident_bytes=1 << 20, **report)
+
+
+def test_the_network_shows_the_busiest_of_many_islands_and_the_others_together() -> None:
+    run = LiveRun("host:1")
+    islands = [linked(f"island-{n:04d}", 1e3 * n) for n in range(1000)]
+    islands[7].last_report.link.syncers[0].recent_failed_calls = 2
+    islands += [linked("stale", 1e6, lease="lapsed"), IslandStatus(island="silent")]
+    run.observe(reply(islands=islands, syncers=[SyncerStatus(name="eu")]), 100.0)
+
+    view = run.view()
+    chart = network_chart(view.links)
+    page = page_of("network", [view], 0, Query(), Frame())
+
+    assert chart is not None
+    assert [place.lines[0] for place in chart.places if place.x == 0] == [
+        *(f"island-{n:04d}" for n in range(992, 1000)), "992 other islands",
+    ]  # fmt: skip
+    assert [place.lines[0] for place in chart.places if place.x] == ["eu", "syncer 1"]
+    assert {edge.text for edge in chart.edges} >= {
+        "island-0999 to eu: 999 kbit/s, round trip 60 ms",
+        "syncer 1 to island-0999: 400 kbit/s",
+    }
+    rows = {link.island: link for link in view.links}
+    assert (rows["island-0999"].tone, rows["island-0999"].full) == ("warning", "100%")
+    assert (rows["island-0007"].tone, rows["island-0007"].failed) == ("bad", "2 of 0")
+    assert (rows["stale"].up, rows["silent"].up) == ("-", "-")
+    assert page.index("island-0999</th>") < page.index("island-0998</th>")
+    assert "The fullest 100 of 1002." in page and len(page) < 100_000
+
+
+def test_payloads_by_an_object_store_go_through_it_in_the_picture() -> None:
+    run = LiveRun("host:1")
+    run.observe(reply(islands=[linked("east", 8e5, bucket=True), linked("west", 0.0)]), 100.0)
+
+    chart = network_chart(run.view().links)
+
+    assert chart is not None
+    texts = [edge.text for edge in chart.edges]
+    assert "east to object store: 800 kbit/s, round trip 60 ms" in texts
+    assert "object store to syncer 0: 800 kbit/s, round trip 60 ms" in texts
+    assert "west to syncer 0: 0 bit/s, round trip 60 ms" in texts
+    assert network_chart([]) is None
+
+
 def read(events: Sequence[tuple[str, Event]]) -> RecordedRun:
     run = RecordedRun("/state", {"run.inner_steps": "8"})
     for second, (name, event) in enumerate(events):
@@ -182,6 +234,7 @@ def test_a_recorded_run_is_summed_up_from_its_events() -> None:
     assert {i.island: (i.up, i.blocked, i.share) for i in view.islands} == dict.fromkeys(
         ("east", "west"), ("1 KiB", "1.0 s", "1 of 1 round")
     )
+    assert [link.up for link in view.links] == ["1.26 kbit/s"] * 2
     assert [bar.phase for bar in view.bars] == ["open", "grace", "merge"]
     assert sum(bar.end_s - bar.start_s for bar in view.bars) == pytest.approx(2.25)
     assert {fact.label: fact.value for fact in view.facts}["checkpoints written"] == "4"
