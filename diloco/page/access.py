@@ -19,9 +19,9 @@ LEAST_TOKEN = 32
 #: Seconds for which a cookie is good; and how many are, the newest.
 SESSION_S = 12 * 3600.0
 _MOST_SESSIONS = 1000
-#: Seconds for which tokens that were wrong are counted: from one address, from all of them.
-_FAILURES_S = 60.0
-_MOST_OF_PEER, _MOST_FAILURES = 10, 500
+#: Seconds for which wrong tokens are counted, how many of all addresses: the newest; and by how
+#: much each lets the answer to the next wrong one of its address wait, up to the most.
+_WRONG_S, _MOST_WRONG, _DELAY_S, _MOST_DELAY_S = 60.0, 500, 0.25, 4.0
 _LOOPBACK = ("127.0.0.1", "localhost", "[::1]")
 #: Pages of this server to which a login may lead back.
 _OWN_PAGE = re.compile(r"/(?:compare|run/\d{1,4}/[a-z]{1,20})?(?:\?[A-Za-z0-9_=&%.+-]{0,300})?")
@@ -54,7 +54,7 @@ class Access:
         self._digest = hashlib.sha256(token.encode()).digest() if token else b""
         self._hosts = frozenset(host.lower() for host in (*_LOOPBACK, *hosts))
         self._sessions: dict[str, float] = {}
-        self._failures: deque[tuple[float, str]] = deque(maxlen=_MOST_FAILURES)
+        self._wrong: deque[tuple[float, str]] = deque(maxlen=_MOST_WRONG)
 
     @property
     def asks_for_token(self) -> bool:
@@ -71,30 +71,29 @@ class Access:
         """Whether a call that changes something comes from a page of this server."""
         return origin.lower().partition("://")[2] == host.lower() if origin else True
 
-    def is_allowed(self, headers: Mapping[str, str], session: str, peer: str, now: float) -> bool:
+    def is_allowed(self, headers: Mapping[str, str], session: str, now: float) -> bool:
         """Whether a caller may look: by its cookie, or by a bearer's token."""
         if not self._digest:
             return True
         if self._sessions.get(session, 0.0) > now:
             return True
         scheme, _, token = headers.get("authorization", "").partition(" ")
-        return scheme.lower() == "bearer" and self.is_token(token.strip(), peer, now)
+        return scheme.lower() == "bearer" and self.is_token(token.strip())
 
-    def is_token(self, token: str, peer: str, now: float) -> bool:
-        """Whether a token is the page's; too many wrong ones, and none is for a minute."""
-        if self.must_wait(peer, now):
-            return False
-        if hmac.compare_digest(hashlib.sha256(token.encode()).digest(), self._digest):
-            return True
-        self._failures.append((now, peer))
-        return False
+    def is_token(self, token: str) -> bool:
+        """Whether a token is the page's, however many wrong ones there were."""
+        return hmac.compare_digest(hashlib.sha256(token.encode()).digest(), self._digest)
 
-    def must_wait(self, peer: str, now: float) -> bool:
-        """Whether there were too many wrong tokens, from `peer` or from all."""
-        while self._failures and self._failures[0][0] < now - _FAILURES_S:
-            self._failures.popleft()
-        of_peer = sum(each == peer for _, each in self._failures)
-        return of_peer >= _MOST_OF_PEER or len(self._failures) >= _MOST_FAILURES
+    def wrong_token(self, peer: str, now: float) -> float:
+        """Count a wrong token of an address; returns the seconds that its answer is to wait.
+
+        Who shows the right one waits for nothing: callers behind one proxy have one address.
+        """
+        while self._wrong and self._wrong[0][0] < now - _WRONG_S:
+            self._wrong.popleft()
+        before = sum(each == peer for _, each in self._wrong)
+        self._wrong.append((now, peer))
+        return min(_DELAY_S * before, _MOST_DELAY_S)
 
     def sign_in(self, session: str, now: float) -> None:
         """Let a new session look; the oldest ends where there are too many."""

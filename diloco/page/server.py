@@ -60,6 +60,8 @@ _STREAM_S = 900.0
 _MOST_STREAMS = 100
 _MOST_CONNECTIONS = 400
 _MOST_FORM_BYTES = 4096
+#: Answers to wrong tokens that wait at once, at most.
+_MOST_WAITING = 50
 _END_S = 1
 #: Seconds that a caller has for what it sends; and after which one that reads nothing is let go.
 _CALL_S, _UNREAD_S = 5.0, 20.0
@@ -109,7 +111,8 @@ class Page:
             Route("/logout", self._logout, methods=["POST"]),
         ]
         app = Starlette(routes=routes, exception_handlers={HTTPException: _refused})
-        self.app: ASGIApp = _Guard(app, access, self._cookie)
+        self._wrong_tokens = _WrongTokens(access)
+        self.app: ASGIApp = _Guard(app, access, self._cookie, self._wrong_tokens)
 
     def end_streams(self) -> None:
         """Let live streams end now."""
@@ -185,6 +188,8 @@ class Page:
 
     async def _live(self, request: Request) -> Response:
         view, number = self._asked(request)
+        if request.method == "HEAD":  # nothing would be sent, and nobody would end it
+            return Response(media_type="text/event-stream")
         if self._num_streams >= _MOST_STREAMS:
             raise HTTPException(503, f"{_MOST_STREAMS} pages are live already; load it again later")
         stream = self._changes(view, number, Query.of(request.query_params))
@@ -258,14 +263,11 @@ class Page:
         if request.method == "GET":
             return HTMLResponse(login_page("", to))
         form = await _form(request)
-        now, peer = time.monotonic(), _peer(request.scope)
-        if self._access.must_wait(peer, now):
-            said = login_page("Too many wrong tokens: wait a minute.", to)
-            return HTMLResponse(said, 429, {"retry-after": "60"})
-        if not self._access.is_token(form.get("token", "").strip(), peer, now):
+        if not self._access.is_token(form.get("token", "").strip()):
+            await self._wrong_tokens.wait(request.scope)
             return HTMLResponse(login_page("That is not the token of this page.", to), 401)
         session = secrets.token_urlsafe(32)
-        self._access.sign_in(session, now)
+        self._access.sign_in(session, time.monotonic())
         answer = RedirectResponse(to, 303)
         answer.set_cookie(
             self._cookie,
@@ -286,14 +288,37 @@ class Page:
         return answer
 
 
+class _WrongTokens:
+    """Lets the answers to wrong tokens wait, but no more of them than leave connections free."""
+
+    def __init__(self, access: Access) -> None:
+        """Assign only."""
+        self._access = access
+        self._num_waiting = 0
+
+    async def wait(self, scope: Scope) -> None:
+        """Wait as long as the answer to a caller whose token is wrong has to."""
+        client = scope.get("client")
+        delay_s = self._access.wrong_token(str(client[0]) if client else "", time.monotonic())
+        if self._num_waiting < _MOST_WAITING:
+            self._num_waiting += 1
+            try:
+                await asyncio.sleep(delay_s)
+            finally:
+                self._num_waiting -= 1
+
+
 class _Guard:
     """Lets calls pass that `Access` allows, and adds the headers to every answer."""
 
-    def __init__(self, app: ASGIApp, access: Access, cookie: str) -> None:
+    def __init__(
+        self, app: ASGIApp, access: Access, cookie: str, wrong_tokens: _WrongTokens
+    ) -> None:
         """Assign only."""
         self._app = app
         self._access = access
         self._cookie = cookie
+        self._wrong_tokens = wrong_tokens
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Answer a call."""
@@ -307,8 +332,10 @@ class _Guard:
                 headers.setdefault("cache-control", "no-store")
             await send(message)
 
-        answer = self._refusal(scope) or self._app
-        await answer(scope, receive, with_headers)
+        refusal = self._refusal(scope)
+        if refusal is not None and refusal.status_code == 401 and _has_token(scope):
+            await self._wrong_tokens.wait(scope)
+        await (refusal or self._app)(scope, receive, with_headers)
 
     def _refusal(self, scope: Scope) -> Response | None:
         headers, path = Headers(scope=scope), str(scope["path"])
@@ -324,10 +351,10 @@ class _Guard:
             return PlainTextResponse("only pages of this server may do that\n", 403)
         if path == "/login" or path.startswith("/asset/"):
             return None
-        session, peer = _cookie(headers.get("cookie", ""), self._cookie), _peer(scope)
-        if self._access.is_allowed(headers, session, peer, time.monotonic()):
+        session = _cookie(headers.get("cookie", ""), self._cookie)
+        if self._access.is_allowed(headers, session, time.monotonic()):
             return None
-        if "text/html" in headers.get("accept", "") and "authorization" not in headers:
+        if "text/html" in headers.get("accept", "") and not _has_token(scope):
             query = scope["query_string"].decode("ascii", "replace")
             to = own_page(f"{path}?{query}" if query else path)
             return RedirectResponse(f"/login?to={quote(to, safe='')}", 303)
@@ -343,9 +370,8 @@ def _cookie(header: str, name: str) -> str:
     return "" if found is None else found.value
 
 
-def _peer(scope: Scope) -> str:
-    client = scope.get("client")
-    return str(client[0]) if client else ""
+def _has_token(scope: Scope) -> bool:
+    return "authorization" in Headers(scope=scope)
 
 
 async def _form(request: Request) -> dict[str, str]:

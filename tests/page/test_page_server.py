@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import concurrent.futures
 import contextlib
 import datetime
 import http.client
@@ -310,18 +311,42 @@ def test_a_page_beyond_loopback_asks_for_its_token(pages: Pages) -> None:
 
 def test_tokens_cannot_be_guessed_and_sessions_end() -> None:
     access = Access(TOKEN, ["*.site.example"])
-    for second in range(10):
-        assert not access.is_token("guess", "10.0.0.9", float(second))
+    waits = [access.wrong_token("10.0.0.9", float(second)) for second in range(20)]
 
-    assert not access.is_token(TOKEN, "10.0.0.9", 11.0), "too many before"
-    assert access.is_token(TOKEN, "10.0.0.8", 11.0)
-    assert access.is_token(TOKEN, "10.0.0.9", 75.0)
+    assert waits[:3] == [0.0, 0.25, 0.5] and waits[-1] == 4.0
+    assert access.wrong_token("10.0.0.8", 20.0) == 0.0
+    assert access.wrong_token("10.0.0.9", 90.0) == 0.0
+    assert access.is_token(TOKEN) and not access.is_token("guess")
     access.sign_in("drawn", 0.0)
-    assert access.is_allowed({}, "drawn", "", 1.0)
-    assert not access.is_allowed({}, "drawn", "", 13 * 3600.0)
-    assert not access.is_allowed({}, "", "", 1.0)
+    assert access.is_allowed({}, "drawn", 1.0)
+    assert not access.is_allowed({}, "drawn", 13 * 3600.0)
+    assert not access.is_allowed({}, "", 1.0)
     assert access.is_host("a.site.example:8443") and not access.is_host("site.example.evil")
-    assert Access().is_allowed({}, "", "", 0.0)
+    assert Access().is_allowed({}, "", 0.0)
+
+
+def test_wrong_tokens_lock_out_nobody_who_has_the_right_one(pages: Pages) -> None:
+    """Behind a proxy all callers have one address."""
+    url, path = pages.secured, "/run/0/overview"
+    with concurrent.futures.ThreadPoolExecutor() as pool:
+        guesses = [
+            pool.submit(pages.ask, url, path, Authorization=f"Bearer {n}{TOKEN[1:]}")
+            for n in "ghijklm"
+        ]
+        time.sleep(0.2)
+        began = time.monotonic()
+        right = pages.ask(url, path, Authorization=f"Bearer {TOKEN}")
+        taken_s = time.monotonic() - began
+        still = sum(not guess.done() for guess in guesses)
+
+    assert (right.status, {guess.result().status for guess in guesses}) == (200, {401})
+    assert still, f"wrong ones wait longer than the {taken_s:.2f} s of the right one"
+
+
+def test_asking_for_the_head_of_a_stream_holds_no_place(pages: Pages) -> None:
+    for _ in range(110):
+        answer = pages.ask(pages.recorded, "/run/0/overview/live", "HEAD")
+        assert (answer.status, answer.text) == (200, "")
 
 
 @pytest.mark.slow
