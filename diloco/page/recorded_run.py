@@ -185,6 +185,20 @@ class RecordedRun:
         except (AttributeError, KeyError, TypeError, ValueError, OverflowError):
             self.num_malformed += 1
 
+    def reading(self, read_bytes: int, of_bytes: int, now: float) -> RunView:
+        """Show how far the events are read; `add` may be under way in another thread."""
+        read, whole = format_bytes(read_bytes), format_bytes(of_bytes)
+        return RunView(
+            name=self._settings.get("run.name", "?"),
+            origin=self._origin,
+            is_live=False,
+            state="being read",
+            tone="plain",
+            sentence=f"{read} of {whole} of events read.",
+            now=now,
+            settings=self._settings,
+        )
+
     def view(self, now: float, *, is_under_way: bool) -> RunView:
         """Show the run.
 

@@ -26,6 +26,8 @@ from diloco.transport.contracts import Transport
 
 #: Seconds between two reads.
 LOOK_S = 1.0
+#: Seconds for which the first reading of a run is waited for.
+_PATIENCE_S = 1.0
 #: Bytes of lines of one file that are read at once.
 _LINES_BYTES = 32 << 10
 
@@ -121,6 +123,7 @@ class RecordedSource:
         address = "" if endpoint is None else endpoint.address
         self._run = RecordedRun(str(root), settings, fingerprint, address)
         self._read: dict[Path, int] = {}
+        self._to_read, self._has_read = 0, False
         self._reading: asyncio.Task[RunView] | None = None
         self._read_at = 0.0
         self._is_closed = False
@@ -128,12 +131,19 @@ class RecordedSource:
     async def look(self) -> RunView:
         """Give the run, with what was written since the last look.
 
-        One thread reads for all who look; who goes away meanwhile does not end it.
+        One thread reads for all who look; who goes away meanwhile does not end it. While the first
+        reading lasts, it is said how far it is.
         """
         last = self._reading
         if last is None or (last.done() and time.monotonic() - self._read_at >= LOOK_S):
             last = self._reading = asyncio.create_task(asyncio.to_thread(self._read_on))
-        return await asyncio.shield(last)
+        if self._has_read:
+            return await asyncio.shield(last)
+        await asyncio.wait({last}, timeout=_PATIENCE_S)
+        if last.done():
+            self._has_read = True
+            return last.result()
+        return self._run.reading(sum(list(self._read.values())), self._to_read, time.time())
 
     async def act(self, command: str, arguments: Mapping[str, str]) -> str:
         """Refuse: see `Source`."""
@@ -147,6 +157,7 @@ class RecordedSource:
         """Read the new lines of all files, in the order of their time; blocks."""
         self._run.unreadable.clear()
         paths = sorted(self._directory.glob("events-*.jsonl"))
+        self._to_read = sum(map(_size, paths))
         for _, event in heapq.merge(*map(self._new_events, paths), key=lambda each: each[0]):
             self._run.add(event)
         view = self._run.view(time.time(), is_under_way=self._is_under_way())
@@ -189,6 +200,13 @@ class RecordedSource:
             return holder(self._state.coordinator_lock) is not None
         except OSError:  # an archive that may not be written
             return False
+
+
+def _size(path: Path) -> int:
+    try:
+        return path.stat().st_size
+    except OSError:  # it is said when it is read
+        return 0
 
 
 def _settings(path: Path) -> dict[str, str]:

@@ -82,7 +82,8 @@ def test_who_goes_away_while_events_are_read_has_none_read_twice_and_a_close_end
         gone = asyncio.create_task(source.look())
         await asyncio.sleep(0.02)
         gone.cancel()
-        whole = await source.look()
+        while (whole := await source.look()).state == "being read":
+            pass
         ended = asyncio.create_task(closed.look())
         await asyncio.sleep(0.02)
         await closed.close()
@@ -92,6 +93,26 @@ def test_who_goes_away_while_events_are_read_has_none_read_twice_and_a_close_end
 
     assert whole == "2,560,000"
     assert part != whole
+
+
+def test_a_long_run_says_how_far_it_is_read_until_it_is_there(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(sources, "_PATIENCE_S", 0.01)
+    write(tmp_path / "telemetry" / "events-east-0.jsonl", "east", map(step, range(1, 10_001)))
+    source = RecordedSource(tmp_path)
+
+    async def looks() -> list[tuple[str, str]]:
+        seen = []
+        while not seen or seen[-1][0] == "being read":
+            view = await source.look()
+            seen.append((view.state, view.sentence))
+        return seen
+
+    *reading, (state, _) = asyncio.run(looks())
+
+    assert reading and all(sentence.endswith(" MiB of events read.") for _, sentence in reading)
+    assert state == "not at work here"
 
 
 def test_a_page_says_which_files_cannot_be_read(
