@@ -16,7 +16,6 @@ from diloco.page.run_view import (
     AlarmRow,
     Bar,
     Curve,
-    CurveView,
     EventRow,
     Figure,
     FragmentRow,
@@ -25,10 +24,14 @@ from diloco.page.run_view import (
     RunView,
     Tone,
     VersionRow,
+    about,
+    ago,
     command_in,
     counted,
+    curve_views,
     is_silent,
     link_row,
+    loss_figures,
     median_text,
     named,
     seconds,
@@ -109,7 +112,7 @@ class LiveRun:
             versions=tuple(self._versions),
             bars=(*self._bars, *self._newest_bars.values()),
             marks=tuple(self._marks),
-            curves=tuple(CurveView(n, c.points) for n, c in sorted(self._curves.items())),
+            curves=curve_views(self._curves),
             events=tuple(self._events),
             facts=_facts(reply),
         )
@@ -213,6 +216,10 @@ def _is_at_work(island: IslandStatus) -> bool:
 
 def _figures(reply: StatusReply) -> tuple[Figure, ...]:
     at_work = [island.last_report for island in reply.islands if _is_at_work(island)]
+    held_out = {
+        h.checkpoint: h.nats_per_byte for i in reply.islands for h in i.last_report.held_out
+    }
+    newest = max(held_out, default=-1)
     figures = [
         Figure("tokens/s", f"{sum(r.tokens_per_s for r in at_work):,.0f}", "of islands at work"),
         Figure(
@@ -220,10 +227,10 @@ def _figures(reply: StatusReply) -> tuple[Figure, ...]:
             median_text((r.utilisation for r in at_work), ".1%"),
             "median of islands at work",
         ),
-        Figure(
-            "loss",
-            median_text((r.loss_nats for r in at_work if r.loss_nats), ".4f"),
-            "nats a token, median of islands",
+        *loss_figures(
+            (r.loss_nats for r in at_work if r.loss_nats),
+            held_out.get(newest),
+            f"at checkpoint {newest}",
         ),
         Figure(
             "time left",
@@ -233,13 +240,6 @@ def _figures(reply: StatusReply) -> tuple[Figure, ...]:
             "of the slowest island",
         ),
     ]
-    held_out = {
-        h.checkpoint: h.nats_per_byte for i in reply.islands for h in i.last_report.held_out
-    }
-    if held_out:
-        newest = max(held_out)
-        note = f"nats a byte, at checkpoint {newest}"
-        figures.append(Figure("held-out loss", f"{held_out[newest]:.4f}", note))
     if reply.total_tokens:
         merged = min((f.merged_tokens for f in reply.fragments), default=0)
         note = f"of {reply.total_tokens:,}, the least of all fragments"
@@ -259,15 +259,13 @@ def _refusals(reply: StatusReply) -> Iterator[str]:
 
 def _alarm(status: AlarmStatus, address: str) -> AlarmRow:
     alarm = status.alarm
-    about = [f"island {alarm.island}"] if alarm.island else []
-    about += [f"fragment {alarm.fragment_id}"] if alarm.fragment_id >= 0 else []
-    last = "it holds" if status.holds else f"last {seconds(status.last_age_s)} ago"
+    last = "it holds" if status.holds else f"last {ago(status.last_age_s)}"
     return AlarmRow(
         alarm.kind,
-        ", ".join(about) or "the run",
+        about(alarm.island, alarm.fragment_id),
         alarm.text,
         command_in(alarm.text, address),
-        f"by {status.reporter}, first {seconds(status.first_age_s)} ago, {last}",
+        f"by {status.reporter}, first {ago(status.first_age_s)}, {last}",
         status.holds,
     )
 
@@ -321,7 +319,7 @@ def _island(
         utilisation=f"{report.utilisation:.1%}",
         share=f"{counted_in} of {counted(len(newest), 'newest version')}" if newest else "-",
         left=format_duration(report.left_s) if report.left_s else "-",
-        report=f"{seconds(island.report_age_s)} ago",
+        report=ago(island.report_age_s),
         last_error=report.message or error,
     )
 
@@ -351,7 +349,7 @@ def _fragments(reply: StatusReply) -> tuple[FragmentRow, ...]:
                 str(fragment.attempt),
                 fragment.damage or fragment.phase,
                 "bad" if fragment.damage else _PHASE_TONES.get(fragment.phase, "plain"),
-                "-" if fragment.phase == "unfounded" else f"{seconds(fragment.age_s)} ago",
+                "-" if fragment.phase == "unfounded" else ago(fragment.age_s),
                 fragment.digest or "-",
                 _contributors(fragment) or "-",
                 owner.get(p, "-"),
@@ -426,7 +424,7 @@ def _facts(reply: StatusReply) -> tuple[Figure, ...]:
         Figure("checkpoints", ", ".join(map(str, reply.checkpoint_steps)) or "none complete"),
     ]
     for syncer in reply.syncers:
-        heard = f"reported {seconds(syncer.age_s)} ago" if syncer.age_s < HOUR_S * 24 else "silent"
+        heard = f"reported {ago(syncer.age_s)}" if syncer.age_s < HOUR_S * 24 else "silent"
         owns = ", ".join(map(str, syncer.fragment_ids)) or "none"
         note = f"epoch {syncer.syncer_epoch or '-'}, {heard}, fragments {owns}"
         facts.append(Figure(f"syncer {syncer.name}", syncer.address or "-", note))

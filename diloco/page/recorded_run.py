@@ -20,7 +20,6 @@ from diloco.page.run_view import (
     AlarmRow,
     Bar,
     Curve,
-    CurveView,
     EventRow,
     Figure,
     FragmentRow,
@@ -31,8 +30,12 @@ from diloco.page.run_view import (
     RunView,
     Tone,
     VersionRow,
+    about,
+    ago,
     command_in,
     counted,
+    curve_views,
+    loss_figures,
     median_text,
     named,
     rate_text,
@@ -231,14 +234,8 @@ class RecordedRun:
             versions=tuple(self._versions),
             bars=(*self._bars, *self._open_bars(now)) if is_under_way else tuple(self._bars),
             marks=(*self._marks, *self._merges),
-            curves=tuple(
-                CurveView(name, island.curve.points)
-                for name, island in sorted(self._islands.items())
-            ),
-            held_out=tuple(
-                CurveView(name, island.held_out.points)
-                for name, island in sorted(self._islands.items())
-            ),
+            curves=curve_views({name: i.curve for name, i in self._islands.items()}),
+            held_out=curve_views({name: i.held_out for name, i in self._islands.items()}),
             events=tuple(self._events),
             facts=self._facts(),
             settings=self._settings,
@@ -366,18 +363,16 @@ class RecordedRun:
         self._newest[p] = row
 
     def _on_alarm(self, kind: str, event: Event, reporter: str, at: float) -> None:
-        alarm, about, p = _word(event["alarm"]), _word(event["about"]), _count(event["fragment_id"])
+        alarm, whom, p = _word(event["alarm"]), _word(event["about"]), _count(event["fragment_id"])
         if kind == "alarm_cleared":
-            row, _ = self._alarms.get((reporter, alarm, about, p), (None, 0.0))
+            row, _ = self._alarms.get((reporter, alarm, whom, p), (None, 0.0))
             if row is not None:
-                self._alarms[reporter, alarm, about, p] = row, -math.inf
+                self._alarms[reporter, alarm, whom, p] = row, -math.inf
             return
-        whom = [f"island {about}"] if about else []
-        whom += [f"fragment {p}"] if p >= 0 else []
         text = bounded_text(str(event["text"]))
         command = command_in(text, self._address)
-        row = AlarmRow(alarm, ", ".join(whom) or "the run", text, command, f"by {reporter}", True)
-        self._alarms[reporter, alarm, about, p] = row, at
+        row = AlarmRow(alarm, about(whom, p), text, command, f"by {reporter}", True)
+        self._alarms[reporter, alarm, whom, p] = row, at
 
     # -- views ----------------------------------------------------------------------------------
 
@@ -450,12 +445,9 @@ class RecordedRun:
             text = median_text(utilisation, ".1%")
             figures.append(Figure("utilisation", text, "median of islands"))
         losses = [i.loss for i in islands if i.loss is not None]
-        figures.append(
-            Figure("loss", median_text(losses, ".4f"), "nats a token, median of islands")
-        )
-        if held_out := [i.held_out.last for i in islands if i.held_out.last is not None]:
-            text = f"{max(held_out):.4f}"
-            figures.append(Figure("held-out loss", text, "nats a byte, of published parameters"))
+        held_out = [i.held_out.last for i in islands if i.held_out.last is not None]
+        worst = max(held_out, default=None)
+        figures += loss_figures(losses, worst, "of published parameters")
         if (left_s := self._left_s(at_work)) is not None:
             figures.append(Figure("time left", format_duration(left_s), "at the present rate"))
         figures.append(Figure("rounds", f"{self._num_rounds:,}", "closed, by these events"))
@@ -513,7 +505,7 @@ class RecordedRun:
             share=f"{island.num_counted:,} of {counted(self._num_rounds, 'round')}"
             if self._num_rounds
             else "-",
-            report=f"{seconds(max(0.0, now - island.last_at))} ago" if island.last_at else "-",
+            report=ago(now - island.last_at) if island.last_at else "-",
             last_error=island.last_error,
         )
 
@@ -538,7 +530,7 @@ class RecordedRun:
             "-" if opened is None else str(opened.attempt),
             phase,
             "plain",
-            "-" if newest is None else f"{seconds(max(0.0, now - newest.at))} ago",
+            "-" if newest is None else ago(now - newest.at),
             "-" if newest is None else newest.digest,
             "-" if newest is None else newest.contributors,
         )

@@ -17,15 +17,7 @@ from jinja2 import Environment, FileSystemLoader, StrictUndefined
 from diloco.page.acts import ACTS
 from diloco.page.charts import loss_chart, timeline_chart
 from diloco.page.network import fullest, network_chart
-from diloco.page.run_view import (
-    HOUR_S,
-    CurveView,
-    RunView,
-    differing,
-    filtered,
-    rate_text,
-    trip_text,
-)
+from diloco.page.run_view import HOUR_S, CurveView, RunView, differing, filtered
 
 #: Views of one run -> their sections, in order.
 VIEWS = {
@@ -175,7 +167,6 @@ def _extra(view: str, run: RunView, query: Query) -> dict[str, Any]:
             return {
                 "chart": network_chart(run.links),
                 "links": fullest(run.links, _LINKS),
-                "has_parts": any(len(link.parts) > 1 for link in run.links),
             }
         case "fragments":
             span_s = min(60.0 * query.minutes, _span_s(run))
@@ -218,6 +209,8 @@ def _compared(runs: Sequence[RunView]) -> dict[str, Any]:
     return {
         "runs": runs,
         "labels": labels,
+        "headings": ["run", "state", *(f"#{label}" for label in labels), "what is going on"],
+        "names": ["key", *(f"{number}: {run.name}" for number, run in enumerate(runs))],
         "chart": loss_chart(all_of(lambda run: run.curves)),
         "held_out": loss_chart(all_of(lambda run: run.held_out)),
         "differing": differing([run.settings for run in runs]),
@@ -233,7 +226,7 @@ def _templates() -> Environment:
         trim_blocks=True,
         lstrip_blocks=True,
     )
-    environment.filters |= {"utc": utc, "rate": rate_text, "trip": trip_text}
+    environment.filters |= {"utc": utc}
     return environment
 
 

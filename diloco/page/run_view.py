@@ -116,6 +116,19 @@ class LinkRow:
     has_bucket: bool = False
 
     @property
+    def by_syncer(self) -> str:
+        """Both directions and round trip of each syncer, where there are several; else "-"."""
+        return (
+            "; ".join(
+                f"{p.syncer}: {rate_text(p.up_bps)} up, {rate_text(p.down_bps)} down, "
+                f"{trip_text(p.round_trip_s)}"
+                for p in self.parts
+            )
+            if len(self.parts) > 1
+            else "-"
+        )
+
+    @property
     def bps(self) -> float:
         """Bits a second of both directions."""
         return sum(part.up_bps + part.down_bps for part in self.parts)
@@ -292,6 +305,32 @@ def _joined(
 ) -> tuple[int, float, float, int]:
     count = a[3] + b[3]
     return b[0], b[1], (a[2] * a[3] + b[2] * b[3]) / count, count
+
+
+def about(island: str, fragment_id: int) -> str:
+    """Say what an alarm is about; without an island, and a fragment under 0: the whole run."""
+    whom = [f"island {island}"] if island else []
+    whom += [f"fragment {fragment_id}"] if fragment_id >= 0 else []
+    return ", ".join(whom) or "the run"
+
+
+def curve_views(curves: Mapping[str, Curve]) -> tuple[CurveView, ...]:
+    """Show curves by their names, in the order of these."""
+    return tuple(CurveView(name, curve.points) for name, curve in sorted(curves.items()))
+
+
+def loss_figures(losses: Iterable[float], held_out: float | None, note: str) -> tuple[Figure, ...]:
+    """Show losses of islands, and that of published parameters; None: it is not known."""
+    median = median_text(losses, ".4f")
+    figures = [Figure("loss", median, "nats a token, median of islands")]
+    if held_out is not None:
+        figures.append(Figure("held-out loss", f"{held_out:.4f}", f"nats a byte, {note}"))
+    return tuple(figures)
+
+
+def ago(duration_s: float) -> str:
+    """Write how long ago something was; below 0 is now, by another machine's clock."""
+    return f"{seconds(max(0.0, duration_s))} ago"
 
 
 def is_silent(island: IslandStatus) -> bool:

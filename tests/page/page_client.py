@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import contextlib
 import http.client
+import ssl
 from collections.abc import Mapping
+from pathlib import Path
 from typing import NamedTuple
 from urllib.parse import urlsplit
 
@@ -15,10 +17,25 @@ class Answer(NamedTuple):
     text: str
 
 
-def ask(url: str, path: str, method: str = "GET", body: str = "", **headers: str) -> Answer:
-    """Make one call of a page without TLS."""
-    connection = http.client.HTTPConnection(urlsplit(url).netloc, timeout=30)
-    with contextlib.closing(connection):
+def connect(url: str, certificate: Path | None = None) -> http.client.HTTPConnection:
+    """Connect to a page; over TLS where its address says so, which `certificate` proves."""
+    parts = urlsplit(url)
+    if parts.scheme == "http":
+        return http.client.HTTPConnection(parts.netloc, timeout=30)
+    context = ssl.create_default_context(cafile=certificate)
+    return http.client.HTTPSConnection(parts.netloc, timeout=30, context=context)
+
+
+def ask(
+    url: str,
+    path: str,
+    method: str = "GET",
+    body: str = "",
+    certificate: Path | None = None,
+    **headers: str,
+) -> Answer:
+    """Make one call of a page."""
+    with contextlib.closing(connect(url, certificate)) as connection:
         connection.request(method, path, body or None, headers)
         reply = connection.getresponse()
         found = {name.lower(): value for name, value in reply.getheaders()}

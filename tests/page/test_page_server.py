@@ -10,11 +10,10 @@ import json
 import re
 import signal
 import socket
-import ssl
 import subprocess
 import sys
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from pathlib import Path
 from typing import NamedTuple
 from urllib.parse import urlsplit
@@ -42,6 +41,7 @@ from diloco.protos.control_pb2 import (
 )
 from diloco.transport.contracts import IncomingCall, Reply
 from tests.guarded_server import serving
+from tests.page.page_client import Answer, ask, connect
 from tests.page.recorded_page_run import HOSTILE_NAME, HOSTILE_TEXT, write_state
 
 TOKEN = "0123456789abcdef" * 2
@@ -73,12 +73,6 @@ STATUS = StatusReply(
 )
 
 
-class Answer(NamedTuple):
-    status: int
-    headers: Mapping[str, str]
-    text: str
-
-
 class Pages(NamedTuple):
     """Addresses: of two recorded runs, of a live one, of one over TLS; and its certificate."""
 
@@ -89,22 +83,12 @@ class Pages(NamedTuple):
     num_asked: list[int]
 
     def connect(self, url: str) -> http.client.HTTPConnection:
-        parts = urlsplit(url)
-        assert parts.hostname is not None
-        if parts.scheme == "http":
-            return http.client.HTTPConnection(parts.hostname, parts.port, timeout=30)
-        context = ssl.create_default_context(cafile=str(self.certificate))
-        return http.client.HTTPSConnection(parts.hostname, parts.port, timeout=30, context=context)
+        return connect(url, self.certificate)
 
     def ask(
-        self, url: str, path: str, method: str = "GET", body: str | None = None, **headers: str
+        self, url: str, path: str, method: str = "GET", body: str = "", **headers: str
     ) -> Answer:
-        connection = self.connect(url)
-        with contextlib.closing(connection):
-            connection.request(method, path, body, headers)
-            reply = connection.getresponse()
-            found = {name.lower(): value for name, value in reply.getheaders()}
-            return Answer(reply.status, found, reply.read().decode())
+        return ask(url, path, method, body, self.certificate, **headers)
 
 
 def self_signed(directory: Path) -> tuple[Path, Path]:
