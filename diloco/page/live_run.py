@@ -29,6 +29,7 @@ from diloco.page.run_view import (
     command_in,
     counted,
     curve_views,
+    first_of,
     is_silent,
     link_row,
     loss_figures,
@@ -359,8 +360,7 @@ def _fragments(reply: StatusReply) -> tuple[FragmentRow, ...]:
 
 
 def _contributors(fragment: FragmentStatus) -> str:
-    more = fragment.num_contributors - len(fragment.contributors)
-    return ", ".join([*fragment.contributors, *([f"{more} more"] if more > 0 else [])])
+    return first_of(fragment.contributors, fragment.num_contributors)
 
 
 def _version(fragment: FragmentStatus, at: float) -> VersionRow:

@@ -17,11 +17,11 @@ WIDTH = 640.0
 _ROW, BOX, _ISLAND, _OTHER = 84.0, 74.0, 240.0, 130.0
 #: Places of islands, and of syncers, at most.
 _MOST_ISLANDS, _MOST_SYNCERS = 9, 6
-#: Width of the busiest line; of one without traffic; how far the two directions are apart.
+#: Width of the busiest line, where there is one syncer; of one without traffic; how far the two directions are apart.
 _WIDEST, _IDLE, _APART = 7.0, 1.0, 10.0
 #: Characters that fit into an island's place, and into another.
 _ISLAND_TEXT, _OTHER_TEXT = 20, 11
-_BUCKET = "object store"
+_BUCKET, _OTHERS = "object store", "summed up"
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,11 +57,12 @@ class NetworkChart:
 
 @dataclass(frozen=True, slots=True)
 class _Flow:
-    """Traffic from the first of two places (up), and to it (down)."""
+    """Traffic from the first of two places (up), and to it (down); `is_one`: of one island."""
 
     names: tuple[str, str]
     at: tuple[tuple[float, float], tuple[float, float]]
     part: LinkPart
+    is_one: bool = False
 
 
 def network_chart(links: Sequence[LinkRow]) -> NetworkChart | None:
@@ -85,13 +86,14 @@ def network_chart(links: Sequence[LinkRow]) -> NetworkChart | None:
             to, end = part.syncer, (WIDTH - _OTHER, ends[part.syncer] + BOX / 2)
             if link.has_bucket:
                 to, end = _BUCKET, (x, store_y + BOX / 2)
-            flows.append(_Flow((link.island, to), (start, end), part))
+            flows.append(_Flow((link.island, to), (start, end), part, link.state != _OTHERS))
     if stored := [link for link in shown if link.has_bucket]:
         places.append(Place(x, store_y, _OTHER, "plain", _BUCKET, (_BUCKET,)))
         for part in _parts([part for link in stored for part in link.parts], kept, others):
             at = (x + _OTHER, store_y + BOX / 2), (WIDTH - _OTHER, ends[part.syncer] + BOX / 2)
             flows.append(_Flow((_BUCKET, part.syncer), at, part))
-    return NetworkChart(tuple(places), tuple(_edges(flows)), height)
+    widest = _WIDEST / math.sqrt(len(ends))
+    return NetworkChart(tuple(places), tuple(_edges(flows, widest)), height)
 
 
 def fullest(links: Iterable[LinkRow], most: int) -> list[LinkRow]:
@@ -106,10 +108,10 @@ def _busiest(links: Sequence[LinkRow]) -> list[LinkRow]:
     names = {link.island for link in fullest(links, _MOST_ISLANDS - 1)}
     parts = [part for link in links if link.island not in names for part in link.parts]
     others = LinkRow(
-        f"{counted(len(links) - len(names), 'other island')}",
+        counted(len(links) - len(names), "other island"),
+        _OTHERS,
         up=rate_text(sum(part.up_bps for part in parts)),
         down=rate_text(sum(part.down_bps for part in parts)),
-        full="less full",
         parts=tuple(parts),
     )
     return [*(link for link in links if link.island in names), others]
@@ -144,7 +146,8 @@ def _island_place(link: LinkRow, y: float) -> Place:
     if full.endswith("%"):
         last += " full"
     lines = (_cut(link.island, _ISLAND_TEXT), f"up {link.up}", f"down {link.down}", last)
-    return Place(0.0, y, _ISLAND, link.tone, link.island, lines)
+    title = link.island if link.state == "-" else f"{link.island}: {link.state}"
+    return Place(0.0, y, _ISLAND, link.tone, title, lines)
 
 
 def _syncer_place(name: str, y: float) -> Place:
@@ -155,9 +158,9 @@ def _cut(text: str, most: int) -> str:
     return text if len(text) <= most else f"{text[: most - 1]}…"
 
 
-def _edges(flows: Sequence[_Flow]) -> Iterable[Edge]:
-    """Draw both directions of each flow; the area of a line is in proportion to its rate."""
-    busiest = max((max(f.part.up_bps, f.part.down_bps) for f in flows), default=0.0)
+def _edges(flows: Sequence[_Flow], widest: float) -> Iterable[Edge]:
+    """Draw both directions of each flow, wider with its rate, up to that of the busiest island."""
+    busiest = max((max(f.part.up_bps, f.part.down_bps) for f in flows if f.is_one), default=0.0)
     for flow in flows:
         (x0, y0), (x1, y1) = flow.at
         trip = trip_text(flow.part.round_trip_s)
@@ -167,11 +170,11 @@ def _edges(flows: Sequence[_Flow]) -> Iterable[Edge]:
             ("up", flow.part.up_bps, -_APART / 2, (a, b)),
             ("down", flow.part.down_bps, _APART / 2, (b, a)),
         ):
-            share = math.sqrt(bps / busiest) if busiest else 0.0
+            share = math.sqrt(min(1.0, bps / busiest)) if busiest else 0.0
             yield Edge(
                 f"M{x0:g} {y0 + off:g}C{middle:g} {y0 + off:g} {middle:g} {y1 + off:g} "
                 f"{x1:g} {y1 + off:g}",
                 style if bps else f"{style} idle",
-                round(max(_IDLE, _WIDEST * share), 1),
+                round(max(_IDLE, widest * share), 1),
                 f"{names[0]} to {names[1]}: {rate_text(bps)}{said}",
             )

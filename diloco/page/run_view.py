@@ -29,6 +29,7 @@ HOUR_S = 3600.0
 STALE_S = 10.0
 #: Share of a link's bandwidth from which on it is full.
 _FULL = 0.9
+_LINK_TONES: dict[str, Tone] = {"in order": "good", "full": "warning", "calls break": "bad"}
 #: Points of a curve that are kept; of more, neighbours become one.
 _MOST_POINTS = 1024
 _BEYOND = 1e18
@@ -103,6 +104,7 @@ class LinkRow:
     """What an island's link does, in words; `fullness` in [0, 1], None: it is not known."""
 
     island: str
+    state: str = "-"
     tone: Tone = "plain"
     up: str = "-"
     down: str = "-"
@@ -349,14 +351,19 @@ def link_row(island: IslandStatus, syncers: Sequence[str] = ()) -> LinkRow:
     if not report.HasField("link") or is_silent(island):
         return LinkRow(island.island)
     link, figures = report.link, link_figures(report.link)
-    is_full = figures.fullness is not None and figures.fullness >= _FULL
+    state = "in order"
+    if figures.recent_failed_calls:
+        state = "calls break"
+    elif figures.fullness is not None and figures.fullness >= _FULL:
+        state = "full"
     memory = format_bytes(report.resident_bytes) if report.resident_bytes else "-"
     if report.device_bytes:
         memory += f", device {format_bytes(report.device_bytes)}"
     names = [*syncers, *(f"syncer {n}" for n in range(len(syncers), len(link.syncers)))]
     return LinkRow(
         island.island,
-        tone="bad" if figures.recent_failed_calls else "warning" if is_full else "good",
+        state=state,
+        tone=_LINK_TONES[state],
         up=rate_text(figures.up_bps),
         down=rate_text(figures.down_bps),
         round_trip=trip_text(figures.round_trip_s),
@@ -412,8 +419,13 @@ def command_in(text: str, address: str) -> str:
 
 def named(names: Sequence[str], most: int = 4) -> str:
     """Name the first of several, and say how many more there are."""
-    more = len(names) - most
-    return ", ".join([*names[:most], *([f"{more} more"] if more > 0 else [])])
+    return first_of(names[:most], len(names))
+
+
+def first_of(names: Sequence[str], number: int) -> str:
+    """Name those that are given of a number, and say how many more there are."""
+    more = number - len(names)
+    return ", ".join([*names, *([f"{more} more"] if more > 0 else [])])
 
 
 def counted(number: int, what: str) -> str:

@@ -191,8 +191,8 @@ def test_the_network_shows_the_busiest_of_many_islands_and_the_others_together()
         "syncer 1 to island-0999: 400 kbit/s",
     }
     rows = {link.island: link for link in view.links}
-    assert (rows["island-0999"].tone, rows["island-0999"].full) == ("warning", "100%")
-    assert (rows["island-0007"].tone, rows["island-0007"].failed) == ("bad", "2 of 0")
+    assert (rows["island-0999"].state, rows["island-0999"].full) == ("full", "100%")
+    assert (rows["island-0007"].state, rows["island-0007"].failed) == ("calls break", "2 of 0")
     assert (rows["stale"].up, rows["silent"].up) == ("-", "-")
     assert page.index("island-0999</th>") < page.index("island-0998</th>")
     assert "The fullest 100 of 1002." in page and len(page) < 100_000

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 
 from rich.console import Group
 from rich.text import Text
 
 from diloco.cli.terminal.fitted_table import FittedTable
-from diloco.page.run_view import LinkRow, link_row
+from diloco.page.run_view import LinkRow, first_of, link_row
 from diloco.protos.control_pb2 import FragmentStatus, IslandStatus, StatusReply, SyncerStatus
 from diloco.transport.units import format_bytes, format_duration
 
@@ -246,7 +246,7 @@ def _fragment_cells(fragment: FragmentStatus | None) -> tuple[str, ...]:
         _phase(fragment),
         _UNKNOWN if fragment.phase == "unfounded" else f"{_seconds(fragment.age_s)} ago",
         fragment.digest[:_DIGEST_CHARACTERS] or _UNKNOWN,
-        _first(fragment.contributors, fragment.num_contributors) or _UNKNOWN,
+        first_of(fragment.contributors, fragment.num_contributors) or _UNKNOWN,
     )
 
 
@@ -255,13 +255,7 @@ def _phase(fragment: FragmentStatus) -> str:
     if not fragment.waits_for:
         return fragment.phase
     at_most = f" {_seconds(fragment.left_s)}" if fragment.left_s else ""
-    return f"{fragment.phase}{at_most} for {_first(fragment.waits_for, fragment.num_waits_for)}"
-
-
-def _first(names: Sequence[str], num: int) -> str:
-    """Name islands; of many the first, and how many more."""
-    more = num - len(names)
-    return ", ".join([*names, *([f"{more} more"] if more > 0 else [])])
+    return f"{fragment.phase}{at_most} for {first_of(fragment.waits_for, fragment.num_waits_for)}"
 
 
 def _seconds(duration_s: float) -> str:
