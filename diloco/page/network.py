@@ -17,7 +17,8 @@ WIDTH = 640.0
 _ROW, BOX, _ISLAND, _OTHER = 84.0, 74.0, 240.0, 130.0
 #: Places of islands, and of syncers, at most.
 _MOST_ISLANDS, _MOST_SYNCERS = 9, 6
-#: Width of the busiest line, where there is one syncer; of one without traffic; how far the two directions are apart.
+#: Width of the busiest line, where there is one syncer, and of one without traffic; how far the
+#: two directions are apart.
 _WIDEST, _IDLE, _APART = 7.0, 1.0, 10.0
 #: Characters that fit into an island's place, and into another.
 _ISLAND_TEXT, _OTHER_TEXT = 20, 11

@@ -18,8 +18,9 @@ from textual.widget import Widget
 from textual.widgets import DataTable, Footer, Input, Static, TabbedContent, TabPane
 
 from diloco.bounded_text import bounded_text
+from diloco.page.network import fullest
 from diloco.page.rendering import utc
-from diloco.page.run_view import FragmentRow, IslandRow, RunView, seconds
+from diloco.page.run_view import FragmentRow, IslandRow, LinkRow, RunView, seconds
 from diloco.page.sources import LOOK_S, Source
 from diloco.watch.pictures import LEGEND, curve, timeline
 
@@ -28,6 +29,12 @@ _STYLES = {"plain": "", "good": "green", "warning": "yellow", "bad": "bold red"}
 _MOST_SPAN_S, _CURVE = 600.0, 40
 #: Rows of a table; of more, the first; of events, the newest.
 _MOST_ROWS, _MOST_EVENTS = 2000, 500
+#: Heading -> field of a `LinkRow`.
+_LINKS = {
+    "island": "island", "link": "state", "full": "full", "sends": "up", "receives": "down",
+    "round trip": "round_trip", "failed calls": "failed", "memory": "memory", "MFU": "mfu",
+    "by syncer": "by_syncer",
+}  # fmt: skip
 
 #: Rows of cells by a key of each, in their order.
 Table: TypeAlias = Mapping[str, tuple[Text, ...]]
@@ -70,8 +77,9 @@ def _names(row: type) -> list[str]:
     return [each.name.replace("_", " ") for each in fields(row) if each.name != "tone"]
 
 
-def _cells(row: IslandRow | FragmentRow) -> tuple[Text, ...]:
-    named = [each.name for each in fields(row) if each.name != "tone"]
+def _cells(row: IslandRow | FragmentRow | LinkRow, named: Iterable[str] = ()) -> tuple[Text, ...]:
+    """Show fields of a row; none named: all of them."""
+    named = named or [each.name for each in fields(row) if each.name != "tone"]
     return tuple(
         _said(str(getattr(row, name)), _STYLES[row.tone] if name in ("state", "phase") else "")
         for name in named
@@ -98,6 +106,7 @@ class WatchScreen(App[None]):
         Binding("3", "tab('fragments')", "Fragments"),
         Binding("4", "tab('events')", "Events"),
         Binding("5", "tab('run')", "Run"),
+        Binding("6", "tab('links')", "Links"),
         Binding("slash", "filter", "Filter events"),
         Binding("q", "quit", "Quit"),
     ]
@@ -117,6 +126,7 @@ class WatchScreen(App[None]):
             "fragments": Rows(_names(FragmentRow)),
             "events": Rows(("UTC", "kind", "island", "what happened")),
             "run": Rows(("of the run", "value", "note")),
+            "links": Rows(_LINKS),
         }
 
     def compose(self) -> ComposeResult:
@@ -226,6 +236,10 @@ class WatchScreen(App[None]):
             str(number): (*map(_said, (utc(event.at), event.kind, event.island, event.text)),)
             for number, event in enumerate(events[: -_MOST_EVENTS - 1 : -1])
         }
+
+    def _links(self) -> Table:
+        links = fullest(self._view.links, _MOST_ROWS)
+        return {link.island: _cells(link, _LINKS.values()) for link in links}
 
     def _run(self) -> Table:
         facts = [(f.label, f.value, f.note) for f in self._view.facts]

@@ -48,7 +48,12 @@ def test_a_recorded_run_is_read_by_keys_and_a_hostile_text_is_only_text(tmp_path
             app.action_tab("run")
             await pilot.pause()
             assert ["outer.lr", "0.7", ""] in table(app, "run")
-            everything = [c for n in ("islands", "events", "run") for r in table(app, n) for c in r]
+            await pilot.press("6")
+            links = {row[0]: row[3:5] for row in table(app, "links")}
+            assert links["east"] == ["1.26 kbit/s", "2.52 kbit/s"]
+            everything = [
+                c for n in ("islands", "links", "events", "run") for r in table(app, n) for c in r
+            ]
             assert all(text.isascii() and text.isprintable() for text in everything)
         await source.close()
 
