@@ -9,7 +9,7 @@ Trace and first span of a round are a hash of run, timeline, fragment and versio
 never exchange a header write into the same trace. Only who is told where traces go, by the
 variables of OpenTelemetry itself, writes any.
 
-Source: OpenTelemetry specification, Tracing API and SDK, OTLP exporter, 1.40.
+Learned from: the specification of OpenTelemetry (tracing API and SDK, OTLP exporter).
 """
 
 from __future__ import annotations
