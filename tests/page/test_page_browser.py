@@ -13,13 +13,17 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from axe_playwright_python.sync_playwright import Axe
 
+from diloco.bench.network.s3_server import free_port
 from diloco.page.rendering import VIEWS
 from diloco.protos.control_pb2 import IslandStatus, ReportRequest, StatusReply
 from diloco.transport.contracts import IncomingCall, Reply
 from tests.guarded_server import serving
+from tests.page.recorded_page_run import of_island, write
 from tests.page.test_page_acts import TOKEN, acting
 from tests.run_files import run_to_end, write_run
+from tests.waiting import wait_until
 
 CHROMIUM = shutil.which("chromium")
 #: Where pictures of the views are kept; without it they are not.
@@ -82,6 +86,11 @@ class Seen:
         self.page.on("console", lambda message: self.said.append(message.text))
         self.page.on("pageerror", lambda error: self.said.append(str(error)))
 
+    def faults(self) -> list[str]:
+        """Serious findings of axe-core on accessibility."""
+        found = Axe().run(self.page).response["violations"]
+        return [f"{f['id']}: {f['help']}" for f in found if f["impact"] in ("serious", "critical")]
+
     def picture(self, name: str) -> None:
         if PICTURES:
             self.page.screenshot(path=str(Path(PICTURES) / f"{name}.png"), full_page=True)
@@ -99,11 +108,12 @@ def test_each_view_is_whole_and_breaks_no_policy(
     seen.page.get_by_text("live", exact=True).wait_for()
 
     seen.picture(f"{view}-{look}")
+    faults = seen.faults()
     wide, room = seen.page.evaluate(
         "[document.documentElement.scrollWidth, document.documentElement.clientWidth]"
     )
     seen.context.close()
-    assert seen.said == []
+    assert seen.said == [] and faults == []
     assert wide <= room, "the page itself does not scroll sideways"
 
 
@@ -158,6 +168,67 @@ def test_a_live_page_changes_in_place_and_says_when_the_coordinator_is_gone(brow
     assert seen.said == []
 
 
+def test_a_coordinator_that_starts_again_and_an_island_that_dies_are_seen_on_an_open_page(
+    browser: Any, tmp_path: Path
+) -> None:
+    run_file = write_run(tmp_path, {"east": "", "west": ""}, inner_steps=100_000)
+    address = f"127.0.0.1:{free_port()}"
+    where = [f"--set=coordinator.{key}={address}" for key in ("listen", "address")]
+
+    with contextlib.ExitStack() as stack:
+
+        def start(*arguments: str) -> subprocess.Popen[bytes]:
+            command = [sys.executable, "-m", "diloco", *arguments, str(run_file), *where]
+            with (tmp_path / "log").open("ab") as log:
+                process = subprocess.Popen(command, stdout=log, stderr=log, start_new_session=True)
+            stack.callback(kill, process)
+            return process
+
+        def kill(process: subprocess.Popen[bytes]) -> None:
+            with contextlib.suppress(ProcessLookupError):  # it was killed before
+                os.killpg(process.pid, signal.SIGKILL)
+            process.wait()
+
+        coordinator = start("coordinator")
+        wait_until(lambda: "listens on" in (tmp_path / "log").read_text())
+        islands = [start("island", "--island", name) for name in ("east", "west")]
+        url = stack.enter_context(page_of(address))
+        seen = Seen(browser, "light")
+        seen.page.goto(f"{url}run/0/overview")
+        seen.page.get_by_text("2 of 2 islands train").wait_for(timeout=90_000)
+
+        kill(coordinator)
+        seen.page.get_by_role("alert").wait_for()
+        start("coordinator")
+        seen.page.get_by_role("alert").wait_for(state="detached", timeout=60_000)
+        seen.page.get_by_text("2 of 2 islands train").wait_for(timeout=60_000)
+
+        kill(islands[1])
+        seen.page.get_by_text("1 of 2 islands train; west does not").wait_for(timeout=60_000)
+        seen.picture("island-dead")
+        seen.context.close()
+
+    assert seen.said == []
+
+
+def test_two_hundred_islands_and_ten_thousand_events_are_shown(
+    browser: Any, tmp_path: Path
+) -> None:
+    for number in range(200):
+        name = f"island-{number:03d}"
+        write(tmp_path / f"telemetry/events-{name}-0.jsonl", name, of_island(50))
+    with page_of(str(tmp_path)) as url:
+        seen = Seen(browser, "narrow")
+        seen.page.goto(f"{url}run/0/islands")
+        seen.page.get_by_text("island-199").first.wait_for()
+        assert seen.faults() == []
+        seen.page.goto(f"{url}run/0/events?island=island-150")
+        seen.page.get_by_role("cell", name="island-150").first.wait_for()
+        seen.context.close()
+
+    assert seen.said == []
+
+
 @pytest.mark.parametrize("look", LOOKS)
 def test_an_operator_signs_in_and_kicks_an_island(browser: Any, tmp_path: Path, look: str) -> None:
     with acting(tmp_path, "--acts") as (url, operated):
@@ -169,16 +240,18 @@ def test_an_operator_signs_in_and_kicks_an_island(browser: Any, tmp_path: Path, 
         form.get_by_label("Island").select_option("eu-west")
         form.get_by_label("Why").fill("disk broken")
         seen.picture(f"acts-{look}")
+        faults = seen.faults()
         form.get_by_role("button", name="Preview").click()
         seen.page.get_by_text("--reason 'disk broken'").wait_for()
         assert operated.commands == []
         seen.page.get_by_label("Type eu-west to confirm it").fill("eu-west")
         seen.picture(f"preview-{look}")
+        faults += seen.faults()
         seen.page.get_by_role("button", name="Do it").click()
         seen.page.get_by_text("kick: done").wait_for()
         seen.page.get_by_role("button", name="Sign out").click()
         seen.page.get_by_role("heading", name="Sign in").wait_for()
         seen.context.close()
 
-    assert seen.said == []
+    assert seen.said == [] and faults == []
     assert operated.commands == [("kick", {"island": "eu-west", "reason": "disk broken"})]
