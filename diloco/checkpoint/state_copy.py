@@ -12,21 +12,17 @@ the moments come after an update, on the stream that has waited; what comes afte
 run calls `precede`. A copy on the device first would need room for 12 bytes a parameter there, and
 would save only what the copies take longer than a forward and a backward.
 
-The targets are pinned in place (`cudaHostRegister`): PyTorch's own pinned memory is given out in
-powers of two, and none of it could be what outlives a rank (`host_memory`). They are the callers',
-who use them again for the next copy; pinning takes no memory besides. Into memory that is not
-pinned, which a CUDA device may refuse, the same calls copy, and the training thread waits for them;
-that is said once. On a CPU it copies itself.
+The targets are pinned in place (`pinned_memory`): what outlives a rank (`host_memory`) could be
+none of PyTorch's. They are the callers', who use them again for the next copy. Into memory that is
+not pinned, which a CUDA device may refuse, the same calls copy, and the training thread waits for
+them; that is said once. On a CPU it copies itself.
 
-See `_create_cpu_state_dict` of PyTorch 2.13, which pins in place, too; CheckFreq (FAST 2021), which
-lets only the update wait for the copy.
+See CheckFreq (FAST 2021), which lets only the update wait for the copy.
 """
 
 from __future__ import annotations
 
-import contextlib
 import logging
-import weakref
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 
@@ -35,12 +31,11 @@ from torch import Tensor
 
 from diloco.device_thread import SideStream
 from diloco.errors import DilocoError
+from diloco.pinned_memory import pin_in_place
 from diloco.trainer.state import optimizer_age
 from diloco.transport.units import format_bytes
 
 logger = logging.getLogger(__name__)
-
-_PORTABLE = 1  # cudaHostRegisterPortable
 
 
 @dataclass(frozen=True, slots=True)
@@ -100,22 +95,12 @@ class StateCopier:
         if self.device.type != "cuda":
             logger.info("training itself makes %s: it is on a CPU", what)
             return
-        address, num_bytes = memory.data_ptr(), memory.nbytes
-        if num_bytes == 0:
-            return
-        runtime = torch.cuda.cudart()  # type: ignore[no-untyped-call]
-        code = int(runtime.cudaHostRegister(address, num_bytes, _PORTABLE))
-        if code == 0:
-            unpin = weakref.finalize(memory, runtime.cudaHostUnregister, address)
-            unpin.atexit = False
-            return
-        with contextlib.suppress(RuntimeError):  # CUDA tells the next launch of it: this one
-            torch.zeros((), device=self.device)
-        logger.warning(
-            "training waits for %s: CUDA does not pin the %s of host memory for them (error %d); "
-            "give the island's cgroup more memory, or use more hosts",
-            what, format_bytes(num_bytes), code,
-        )  # fmt: skip
+        if code := pin_in_place(memory, self.device):
+            logger.warning(
+                "training waits for %s: CUDA does not pin the %s of host memory for them "
+                "(error %d); give the island's cgroup more memory, or use more hosts",
+                what, format_bytes(memory.nbytes), code,
+            )  # fmt: skip
 
     @torch.no_grad()
     def copy(self, pairs: Iterable[tuple[Tensor, Tensor]]) -> StateCopy:
