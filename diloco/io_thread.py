@@ -1,6 +1,6 @@
 """The IO thread of a rank: one event loop next to the training thread.
 
-It moves bytes and runs codecs; it never issues a collective and never touches a parameter.
+It moves bytes; it computes nothing, never issues a collective and never touches a parameter.
 
 Source: PROTOCOL.md, "Agreement of ranks".
 """

@@ -22,6 +22,7 @@ from diloco.io_thread import Waits
 from diloco.island.agreement import Agreement
 from diloco.island.exchange.calls import ExchangeRules
 from diloco.island.exchange.exchange import Exchange, SyncerConnection
+from diloco.island.lanes.place import LanePlace
 from diloco.island.lanes.shards import LaneShards
 from diloco.island.outer_loop import OuterLoop
 from diloco.island.outer_state import LoopParts
@@ -156,6 +157,8 @@ class Setting:
     place: Callable[[Tensor], Tensor] = torch.clone
     #: Whether lanes are where the parameters are.
     has_room: bool = False
+    #: Whether they are kept in host memory all the same.
+    is_apart: bool = False
 
     def plan(self) -> Plan:
         specs = [
@@ -262,6 +265,7 @@ class VirtualIsland:
         timeline: int = 0,
         connections: Sequence[SyncerConnection] = (),
         held: Grant | None = None,
+        place: LanePlace | None = None,
     ) -> None:
         """With `ways` to several syncers, `control` and `data` are not used; `held`: its grant."""
         self.name = name
@@ -278,8 +282,12 @@ class VirtualIsland:
         self.runner = LoopRunner()
         plan = setting.plan()
         shards = LaneShards(plan, self.parameters, group=None)
-        if setting.has_room:
-            shards.device = next(iter(self.parameters.values())).device
+        if place is not None:
+            shards.place = place
+        elif setting.has_room:
+            shards.place = LanePlace(
+                next(iter(self.parameters.values())).device, is_apart=setting.is_apart
+            )
         self.exchange = Exchange(
             plan,
             {f.fragment_id: shards.lanes_of(f.fragment_id) for f in plan.fragments},
@@ -294,9 +302,11 @@ class VirtualIsland:
                 seed=0,
                 on_arrival=setting.min_members is not None,
                 error_feedback_decay=setting.error_feedback_decay,
+                since_send=setting.local_mix == "since_send",
             ),
             rng=random.Random(0),
             on_event=self.events.append,
+            place=shards.place,
         )
         self.session = OuterLoop(
             LoopParts(
@@ -497,7 +507,13 @@ class VirtualRun:
         self.incarnations.saved = {}
         await self.start_syncer()
 
-    def island(self, name: str, incarnation: int = 1, held: Grant | None = None) -> VirtualIsland:
+    def island(
+        self,
+        name: str,
+        incarnation: int = 1,
+        held: Grant | None = None,
+        place: LanePlace | None = None,
+    ) -> VirtualIsland:
         return VirtualIsland(
             name,
             self.setting,
@@ -506,6 +522,7 @@ class VirtualRun:
             incarnation,
             self.timeline,
             held=held,
+            place=place,
         )
 
     async def run(self) -> dict[str, VirtualIsland]:

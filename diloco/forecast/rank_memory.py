@@ -35,7 +35,8 @@ lanes (`carrier_hosts`):
     4            anchor
     4            local values, while published ones are evaluated in their place
     8            with error feedback
-    8 + wire     of fragments under way: pseudo-gradient, staged version, both payloads
+    8 + wire     of fragments under way: pseudo-gradient, staged version, both payloads; 4 more
+                 where local_mix is since_send: what the payload carries
     4            of the lanes that one rank carries of the largest fragment, not dealt, where
                  local_mix is since_send: what a merge adds
 
@@ -43,8 +44,9 @@ and for a checkpoint that is written behind the training, while it is:
 
     4 + moments  copy of parameters and optimizer
 
-On the device for the outer loop, where it has room (`LaneShards.stay_with_parameters`), what is
-said above of hosts; else the larger of the two (`diloco bench memory` counts it):
+On the device for the outer loop, as far as it has room (`LaneShards.find_room`): what is said above
+of hosts, and 4 PASSING bytes of each value that a rank carries of the largest fragment, in which
+lanes are computed; else that alone; else the larger of the two (`diloco bench memory` counts it):
 
     piece        of a parameter that is sent or merged, in one all-to-all at most, twice where
                  local_mix is not 0; while it is on its way
@@ -68,7 +70,7 @@ from diloco.config.outer import OuterConfig
 from diloco.config.pipeline import stage_layers
 from diloco.config.schema import Config
 from diloco.forecast.disk import payload_bytes
-from diloco.island.lanes.routes import SLAB_BYTES
+from diloco.island.lanes.routes import PASSING, SLAB_BYTES
 from diloco.outer.packing import layer_of
 from diloco.trainer.flops import flops_per_token
 from diloco.trainer.models.families import Shape, parameter_shapes, shape_of
@@ -89,7 +91,9 @@ class RankForecast:
     """Bytes of the rank of an island that takes most, and operations of each.
 
     `carriers` are the ranks that hold what the outer loop keeps on hosts, and move payloads; of
-    `carrier_hosts` hosts. Of replicas (dp_replicate) the first alone copies for a checkpoint.
+    `carrier_hosts` hosts. `computed_device_bytes` is what computing lanes on the device takes, and
+    `outer_device_bytes` what the outer loop takes there where there is no room for that. Of
+    replicas (dp_replicate) the first alone copies for a checkpoint.
     """
 
     parameter_bytes: int
@@ -102,6 +106,7 @@ class RankForecast:
     carriers: int
     carrier_hosts: int
     outer_device_bytes: int
+    computed_device_bytes: int
     checkpoint_copy_bytes: int
     flops_per_inner_step: float
 
@@ -149,6 +154,7 @@ def forecast_rank(
         carriers=carriers,
         carrier_hosts=min(carriers, island.carrier_hosts or hosts, hosts),
         outer_device_bytes=_outer_device_bytes(config, island, shapes, largest_fragment),
+        computed_device_bytes=round(4 * PASSING * largest_fragment * share),
         checkpoint_copy_bytes=_checkpoint_copy_bytes(config, shapes)
         * island.mesh.dp_replicate
         // island.ranks,
@@ -379,7 +385,8 @@ def _outer_host_bytes(config: Config, num_values: int, largest_fragment: int) ->
     period = outer.first_inner_steps_per_round or outer.inner_steps_per_round
     under_way = 1 + outer.overlap_steps * outer.num_fragments // period
     wire = payload_bytes(outer.uplink_codec) + payload_bytes(outer.downlink_codec)
-    moving = min(num_values, under_way * largest_fragment) * (8 + wire)
+    carried = 4 * (outer.local_mix == "since_send")
+    moving = min(num_values, under_way * largest_fragment) * (8 + carried + wire)
     return round(num_values * lasting + moving)
 
 

@@ -289,6 +289,7 @@ class Connection:
                 uplink_codec=config.outer.uplink,
                 error_feedback=config.outer.error_feedback,
                 error_feedback_decay=config.outer.error_feedback_decay,
+                since_send=config.outer.local_mix == "since_send",
                 rpc_deadline_s=config.transport.rpc_timeout.seconds,
                 policy=retry_policy(config.transport),
                 seed=config.run.seed,
@@ -298,6 +299,7 @@ class Connection:
             on_event=on_event,
             is_leader=island_rank == 0,
             find_syncers=self._wires.look,
+            place=shards.place,
         )
         self._wires.on_found = self._exchange.reassign
         return self._exchange

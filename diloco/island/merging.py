@@ -9,6 +9,7 @@ Source: PROTOCOL.md, "Order at a step".
 from __future__ import annotations
 
 import contextlib
+import functools
 import logging
 import math
 from collections.abc import Callable, Iterator
@@ -140,10 +141,11 @@ class Merging:
             self._runner.post(launched(self._shards.device))
             if reason:
                 self._runner.post(self._exchange.decline, sent, reason)
+                self._runner.post(self._shards.reuse, local)
             else:
                 limits = self.state.reaches[p].limits
-                self._runner.post(self._exchange.send, sent, local, limits, is_tried)
-            self._runner.post(self._shards.reuse, local)
+                free = functools.partial(self._shards.reuse, local)
+                self._runner.post(self._exchange.send, sent, local, limits, is_tried, free)
 
     def trying(
         self, fragment_id: int, loss_of: Callable[[], float | None]

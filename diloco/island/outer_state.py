@@ -16,7 +16,7 @@ from typing import Protocol
 
 from torch import Tensor
 
-from diloco.device_thread import launched
+from diloco.device_thread import launched, wait_until_done
 from diloco.errors import ConfigError, DilocoError, FingerprintMismatch
 from diloco.io_thread import Waits
 from diloco.island.agreement import Agreement
@@ -172,8 +172,10 @@ def entering_run(
     own: dict[int, dict[int, Tensor]] = {}
     for each in parts.plan.fragments:
         lanes = parts.shards.collect(each.fragment_id)
-        own[each.fragment_id] = {lane_id: lane.clone() for lane_id, lane in lanes.items()}
+        copied = parts.shards.place.copied
+        own[each.fragment_id] = {lane_id: copied(lane) for lane_id, lane in lanes.items()}
         parts.shards.reuse(lanes)
+    wait_until_done(parts.shards.device)  # the exchange may read them on the host
     parts.runner.post(launched(parts.shards.device))
     parts.runner.post(parts.exchange.enter, own)
     entered = yield from _entering(parts)
@@ -229,8 +231,8 @@ def resuming_run(parts: LoopParts, state: Mapping[str, Tensor]) -> Waits[OuterSt
     problem: ConfigError | None = None
     moment, fragments = Moment(0, -1, 0, 0), list[FragmentCheckpoint]()
     try:
-        layout, device = parts.exchange.layout, parts.shards.device
-        moment, fragments = layout.from_tensors(state, parts.timeline, device)
+        layout, copied = parts.exchange.layout, parts.shards.place.copied
+        moment, fragments = layout.from_tensors(state, parts.timeline, copied)
     except ConfigError as error:
         problem = error
     inner_step = moment.inner_step
@@ -240,6 +242,7 @@ def resuming_run(parts: LoopParts, state: Mapping[str, Tensor]) -> Waits[OuterSt
             f"the ranks of this island were given outer states of inner steps {least} to "
             f"{-minus_most}: resume all of them from one checkpoint"
         )
+    wait_until_done(parts.shards.device)
     parts.runner.post(launched(parts.shards.device))
     parts.runner.post(parts.exchange.restore, fragments, moment.incarnation)
     yield from _entering(parts)

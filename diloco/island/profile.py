@@ -7,7 +7,7 @@
     diloco/agree, /wait                                             ranks compare notes, or wait
     diloco/decode, /merge, /distribute                              a published version comes in
 
-Encoding and decoding happen in the IO thread; all threads are in the trace. Open it in
+Encoding and decoding happen in a thread of their own; all threads are in the trace. Open it in
 ui.perfetto.dev or chrome://tracing. Steps take about twice as long while they are traced.
 """
 

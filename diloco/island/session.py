@@ -185,8 +185,9 @@ class DiLoCo:
             group=self._groups.shards,
             carrier_hosts=self._connection.config.island.carrier_hosts,
         )
-        # Anchor and what is staged; a residual, and that of what is outstanding.
-        shards.stay_with_parameters(4 if outer.error_feedback else 2)
+        # Anchor and what is staged; a residual, and that of what is outstanding; what it carries.
+        num_vectors = 2 + 2 * outer.error_feedback + (outer.local_mix == "since_send")
+        shards.find_room(num_vectors)
         transport.io.post(take_stream, shards.device)
         kind = shards.device.type
         warm_up(self.plan, (outer.uplink, outer.downlink), kind)  # no island waits for this one yet

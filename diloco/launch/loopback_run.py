@@ -359,6 +359,7 @@ class _Island:
                 uplink_codec=config.outer.uplink,
                 error_feedback=config.outer.error_feedback,
                 error_feedback_decay=config.outer.error_feedback_decay,
+                since_send=config.outer.local_mix == "since_send",
                 rpc_deadline_s=_DEADLINE_S,
                 policy=RetryPolicy(max_wait_s=1.0, budget_s=_DEADLINE_S),
                 seed=config.run.seed,
@@ -420,10 +421,11 @@ class _Exchange(Exchange):
         local: Lanes,
         limits: tuple[float, float] = ANYWHERE,
         is_tried: bool = False,
+        free: Callable[[], None] = lambda: None,
     ) -> None:
         p = sent.key.fragment_id
         self.before_send(self._plan.fragments[p], self.anchor(p), local)
-        super().send(sent, local, limits, is_tried)
+        super().send(sent, local, limits, is_tried, free)
 
 
 class _LoopRunner:

@@ -74,9 +74,13 @@ def _merge_half(rank, is_prefetched):
 
 
 def _train_here_and_there(_, directory):
+    places = ((torch.clone, ""), (_on_device, ""), (_on_device, "all"), (_on_device, "passing"))
     return [
-        _train(directory / f"{place.__name__}-{has_room}", place, has_room)
-        for place, has_room in ((torch.clone, False), (_on_device, False), (_on_device, True))
+        [
+            _train(directory / f"{local_mix}-{place.__name__}-{room}", place, room, local_mix)
+            for place, room in places
+        ]
+        for local_mix in (0.5, "since_send")
     ]
 
 
@@ -84,8 +88,11 @@ def _on_device(values):
     return CountedDevice().place(values)
 
 
-def _train(directory, place, has_room):
-    """Train an island in virtual time: what it held, what was merged, how often was prefetched."""
+def _train(directory, place, room, local_mix):
+    """Train an island in virtual time: what it held, what was merged, how often was prefetched.
+
+    `room` is what the device has room for: lanes, or only those that are sent or merged.
+    """
     setting = Setting(
         {name: [16.0, -3.0] for name in "uvwx"},
         descend,
@@ -95,12 +102,14 @@ def _train(directory, place, has_room):
         num_fragments=2,
         inner_steps_per_round=8,
         overlap_steps=3,
-        local_mix=0.5,
+        local_mix=local_mix,
+        error_feedback=local_mix == "since_send",
         uplink_codec="int4",
         downlink_codec="int4",
         flush=True,
         place=place,
-        has_room=has_room,
+        has_room=bool(room),
+        is_apart=room == "passing",
     )
     with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profile:
         island = run_virtual(VirtualRun(setting).run())["a"]
@@ -110,11 +119,12 @@ def _train(directory, place, has_room):
 
 
 def test_lanes_on_a_device_or_before_a_merge_there_give_the_same_to_the_bit(tmp_path):
-    ((expected, ahead, with_room),) = run_ranks(_train_here_and_there, 1, tmp_path)
+    ((mixed, kept),) = run_ranks(_train_here_and_there, 1, tmp_path)
 
-    assert ahead[:3] == with_room[:3] == expected[:3]
-    assert ahead[2] == ahead[3] > 0
-    assert expected[3] == with_room[3] == 0
+    for expected, *others in (mixed, kept):
+        assert expected[2] > 0
+        assert all(other[:3] == expected[:3] for other in others)
+    assert [each[3] for each in mixed] == [0, mixed[0][2], 0, mixed[0][2]]
 
 
 @pytest.mark.parametrize("is_prefetched", [False, True], ids=["streamed", "prefetched"])

@@ -422,6 +422,7 @@ def test_included_keeps_what_quantisation_lost_for_the_next_send(
         torch.testing.assert_close(residual, lost(delta), rtol=0, atol=1e-5)
         anchor = a.exchange._fragments[0].anchor[0].clone()
         await asyncio.gather(a.train(3), b.train(3))
+        await asyncio.sleep(0.1)
         x = anchor - padded(torch.tensor(a.local[7]["w"])) + residual * decay
         payload = a.data.of("submit")[1][2]
         codec = get_codec("int4")
@@ -450,6 +451,7 @@ def test_a_residual_in_which_a_bit_has_flipped_is_forgotten(
             return
         anchor = carried.anchor[0].clone()
         await asyncio.gather(a.train(3), b.train(3))
+        await asyncio.sleep(0.1)
 
         x, codec = anchor - padded(torch.tensor(a.local[7]["w"])), get_codec("int4")
         payload = from_bytes(a.data.of("submit")[1][2])
@@ -959,6 +961,7 @@ def test_a_pseudo_gradient_that_overflows_with_its_residual_ends_the_island(
         a.exchange._fragments[0].residual_sums[0] = bit_sum(large)
 
         a.exchange.send(outstanding(), {0: torch.full((128,), -3e38)})
+        await asyncio.sleep(0.1)
 
         assert isinstance(a.exchange.failure, CodecError)
         await a.exchange.wait_for_end(0, 10.0)

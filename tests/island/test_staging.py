@@ -11,6 +11,7 @@ from torch import Tensor
 
 from diloco.compression.base import to_bytes
 from diloco.island.exchange.staging import stage_lanes
+from diloco.island.lanes.place import LanePlace
 from diloco.outer.fragments import TensorSpec, make_plan
 from diloco.protos import fragment_pb2 as wire
 from diloco.telemetry.events import DigestMismatch, Event, FragmentStaged, PhaseDone
@@ -52,7 +53,7 @@ STAGED = FragmentStaged(0, 1, version_digest([lane_digest(LANES[n]) for n in LAN
 
 
 def staged(syncer: Syncer, digests: Sequence[bytes], heard: list[Event]) -> dict[int, Tensor]:
-    return asyncio.run(
+    lanes, change = asyncio.run(
         stage_lanes(
             syncer,  # type: ignore[arg-type]
             {lane_id: torch.zeros_like(values) for lane_id, values in LANES.items()},
@@ -61,9 +62,12 @@ def staged(syncer: Syncer, digests: Sequence[bytes], heard: list[Event]) -> dict
             version=1,
             digests=digests,
             codec="float32",
+            place=LanePlace(),
             on_event=lambda e: None if isinstance(e, PhaseDone) else heard.append(e),
         )
     )
+    assert change == 1.0
+    return lanes
 
 
 def test_whole_lanes_of_a_group_are_fetched_at_once() -> None:

@@ -112,6 +112,7 @@ class Start:
         return self.stopping.step == step < self.stop.run.setting.inner_steps
 
     async def _checkpoint(self, step: int) -> None:
+        await asyncio.sleep(0.001)  # what is sent is made by a task
         self._may_die("sent")
         await asyncio.sleep(0.1)
         self._may_die("received")

@@ -88,11 +88,13 @@ def _print_memory_needs(console: Console, planned: Forecast) -> None:
     from diloco.checkpoint.host_memory import available_bytes
 
     on_device = max(rank.outer_device_bytes for rank in planned.ranks.values())
+    computed = max(rank.computed_device_bytes for rank in planned.ranks.values())
     kept = max(rank.outer_host_bytes for rank in planned.ranks.values())
     console.print(
-        f"On its device, the outer loop takes at most {format_bytes(on_device)} of a rank, while a "
-        f"fragment is sent, or staged and merged. Where the device has room for it, what it keeps "
-        f"lies there, too, and not in host memory: {format_bytes(kept)}."
+        f"On its device, the outer loop takes at most {format_bytes(computed)} of a rank, while a "
+        f"fragment is sent or merged, and training does not wait; {format_bytes(on_device)} where "
+        f"there is no room for that, and training waits. Where there is room for what it keeps, "
+        f"too, that lies there, and not in host memory: {format_bytes(kept)}."
     )
     available = available_bytes()
     for island, num_bytes in planned.copied_bytes.items():

@@ -19,6 +19,7 @@ import blake3
 from diloco.errors import Fenced
 from diloco.island.exchange.damage import LineDamage
 from diloco.island.exchange.retried_calls import RetriedCalls, SyncerReach
+from diloco.island.lanes.place import LanePlace
 from diloco.outer.fragments import Plan
 from diloco.protocol.island.ledger import Outstanding
 from diloco.protocol.rounds.messages import MOST_UPLOADS, key_message
@@ -47,6 +48,8 @@ class ExchangeRules:
         seed: Of the run; stochastic rounding draws from it.
         on_arrival: Whether rounds open and versions come at any time, and some are left out.
         error_feedback_decay: Share of the quantisation error that joins it.
+        since_send: Whether merges keep what was trained since the send: then what a payload carries
+            is kept, too.
     """
 
     uplink_codec: str
@@ -56,6 +59,7 @@ class ExchangeRules:
     seed: int
     on_arrival: bool = False
     error_feedback_decay: float = 1.0
+    since_send: bool = False
 
 
 def fenced_error(by: str, grant: Grant, refusal: str) -> Fenced:
@@ -397,6 +401,7 @@ class LinkParts:
         calls: To the syncers of the fragments.
         tasks: Of the exchange: the first failure ends all of it.
         on_event: Called with each event.
+        place: Of the lanes.
     """
 
     plan: Plan
@@ -405,3 +410,4 @@ class LinkParts:
     calls: FragmentCalls
     tasks: Tasks
     on_event: Callable[[Event], None]
+    place: LanePlace

@@ -17,7 +17,7 @@ Source: PROTOCOL.md, "Run checkpoints and pins".
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import astuple, dataclass
 
 import torch
@@ -126,14 +126,14 @@ class StateLayout:
         return state
 
     def from_tensors(
-        self, state: Mapping[str, Tensor], timeline: int, device: torch.device
+        self, state: Mapping[str, Tensor], timeline: int, copied: Callable[[Tensor], Tensor]
     ) -> tuple[Moment, list[FragmentCheckpoint]]:
         """Read a state into another timeline; lanes of other ranks may be in it too.
 
         Args:
             state: As `to_tensors` gave it.
             timeline: That goes on.
-            device: Where values are wanted; payloads are on the CPU.
+            copied: Copies float32 values to where they are kept; payloads are on the CPU.
 
         Returns:
             The moment of it and fragments 0, 1, ...: copies of the tensors; what is in flight as
@@ -158,10 +158,10 @@ class StateLayout:
                     f"are missing from it"
                 )
         _, *moment = state["meta"].tolist()
-        return Moment(*moment), [self._fragment(state, timeline, device, p) for p in self.lanes]
+        return Moment(*moment), [self._fragment(state, timeline, copied, p) for p in self.lanes]
 
     def _fragment(
-        self, state: Mapping[str, Tensor], timeline: int, device: torch.device, p: int
+        self, state: Mapping[str, Tensor], timeline: int, copied: Callable[[Tensor], Tensor], p: int
     ) -> FragmentCheckpoint:
         (
             version, tokens, steps, local_steps, sent_until, is_flushed, broken_in_a_row,
@@ -190,9 +190,12 @@ class StateLayout:
             ledger.is_void = in_flight >= _VOID
         parts: dict[str, dict[int, Tensor]] = {name: {} for name in (*_ALWAYS, *_WITH_FEEDBACK)}
         for section, lane_id in self._parts(p):
-            place = "cpu" if section == "payload" else device
-            values = state[f"{section}/{p}/{lane_id}"].detach().to(place)
-            parts[section][lane_id] = values.clone(memory_format=torch.contiguous_format)
+            values = state[f"{section}/{p}/{lane_id}"].detach()
+            parts[section][lane_id] = (
+                values.to("cpu").clone(memory_format=torch.contiguous_format)
+                if section == "payload"
+                else copied(values)
+            )
         lanes = LaneCheckpoint(
             **parts,
             is_declined=in_flight % _VOID == _DECLINED,

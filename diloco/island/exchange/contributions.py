@@ -8,10 +8,11 @@ Source: PROTOCOL.md, "Contributions".
 from __future__ import annotations
 
 import asyncio
+import functools
 import logging
 import math
-from collections.abc import Mapping
-from dataclasses import replace
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
@@ -21,13 +22,17 @@ from diloco.compression.base import from_bytes
 from diloco.compression.error_feedback import encode_with_feedback
 from diloco.compression.lanes import lane_codec
 from diloco.compression.random_bits import rounding_key
-from diloco.device_thread import wait_until_done
 from diloco.errors import AggregationError, CodecError
 from diloco.island.exchange.calls import LinkParts
 from diloco.island.exchange.checkpoint_state import LaneCheckpoint
-from diloco.island.exchange.fragment_state import NOT_DURABLE, IslandFragment, SentLane
+from diloco.island.exchange.fragment_state import (
+    NOT_DURABLE,
+    IslandFragment,
+    SentLane,
+    carried,
+)
 from diloco.loop_clock import loop_now
-from diloco.outer.pseudo_gradient import farthest, l2_norm, pseudo_gradient_
+from diloco.outer.pseudo_gradient import bit_sum, farthest, l2_norm, pseudo_gradient_
 from diloco.protocol.island.ledger import Outstanding, Verdict
 from diloco.protocol.rounds.messages import outcome_of
 from diloco.protocol.rounds.terms import Outcome, RoundKey
@@ -42,6 +47,16 @@ _DECLINED = "declined:"
 _MAX_BROKEN_IN_A_ROW = 3
 NOT_OPEN_WAIT_S = 0.25
 _DECLINE_AGAIN_S = 1.0
+
+
+@dataclass(frozen=True, slots=True)
+class _MadeLane:
+    """What a lane came to; `lane` is None where it is not finite, or where it lies `beyond`."""
+
+    norm: float
+    beyond: str
+    lane: SentLane | None = None
+    has_flipped: bool = False
 
 
 class Contributions:
@@ -60,6 +75,8 @@ class Contributions:
         self._calls = parts.calls
         self._tasks = parts.tasks
         self._on_event = parts.on_event
+        self._place = parts.place
+        self._making: dict[int, asyncio.Task[None]] = {}
         self._submits: dict[int, list[asyncio.Task[None]]] = {}
         self.unsound_at, self.unsound = -1, ""
 
@@ -71,6 +88,7 @@ class Contributions:
         limits: tuple[float, float],
         *,
         is_tried: bool,
+        free: Callable[[], None],
     ) -> None:
         """Submit the pseudo-gradient of lanes; decline what is not finite, or cannot be right.
 
@@ -80,48 +98,118 @@ class Contributions:
             local: Lane id -> local values at the send; overwritten.
             limits: How far from their anchor values may lie (`farthest`).
             is_tried: Whether it is held back until `release`.
+            free: Called when `local` is not read any more.
         """
         self._begin(fragment, sent)
+        self._making[fragment.fragment_id] = self._tasks.spawn(
+            self._make(fragment, sent, local, limits, is_tried=is_tried, free=free)
+        )
+
+    async def _make(
+        self,
+        fragment: IslandFragment,
+        sent: Outstanding,
+        local: Mapping[int, Tensor],
+        limits: tuple[float, float],
+        *,
+        is_tried: bool,
+        free: Callable[[], None],
+    ) -> None:
+        """Have the contribution made, off this loop, and submit it if it is still wanted then."""
+        p, anchor = sent.key.fragment_id, dict(fragment.anchor)
+        sending: dict[int, SentLane] = {}
         norms, beyond = [], ""
-        try:
-            for lane_id in fragment.lanes:  # all of one lane while it is in the CPU's caches
-                began = loop_now()
-                delta = pseudo_gradient_(local[lane_id], fragment.anchor[lane_id])
-                norms.append(l2_norm(delta))
-                if not math.isfinite(norms[-1]):
-                    break
-                if beyond := farthest(delta, fragment.anchor[lane_id], limits):
-                    beyond = f"fragment {sent.key.fragment_id}, lane {lane_id}: {beyond}"
-                    break
-                fragment.sending[lane_id] = self._encode(fragment, sent.key, lane_id, delta)
-                self._emit_phase("encode", sent.key, lane_id, began)
-        except CodecError as error:
-            self._tasks.fail(error)
-            return
+        for lane_id in fragment.lanes:  # all of one lane while it is in the CPU's caches
+            began = loop_now()
+            residual = fragment.residual.get(lane_id), fragment.residual_sums.get(lane_id, 0)
+            values = local[lane_id], anchor[lane_id]
+            made = await self._place.run(
+                functools.partial(self._lane, sent.key, lane_id, *values, *residual, limits)
+            )
+            norms.append(made.norm)
+            if made.has_flipped:
+                self.forget(fragment, lane_id)
+            if made.beyond:
+                beyond = f"fragment {p}, lane {lane_id}: {made.beyond}"
+            if made.lane is None:
+                break
+            sending[lane_id] = made.lane
+            self._emit_phase("encode", sent.key, lane_id, began)
+        free()
         norm = math.hypot(*norms)
-        if beyond:
+        if fragment.outstanding is not sent:  # its round has expired meanwhile
+            self._on_event(_sent_event(sent, norm))
+        elif beyond:
             self._decline_unsound(fragment, sent, norm, beyond)
         elif math.isfinite(norm):
             fragment.broken_in_a_row = 0
+            fragment.sending = sending
             fragment.held_back = _sent_event(sent, norm)
             if not is_tried:
                 self.release(fragment, "")
         else:
             self._decline_broken(fragment, sent, norm)
 
-    def tried(self, fragment: IslandFragment) -> dict[int, Tensor]:
+    def _lane(
+        self,
+        key: RoundKey,
+        lane_id: int,
+        local: Tensor,
+        anchor: Tensor,
+        residual: Tensor | None,
+        residual_sum: int,
+        limits: tuple[float, float],
+    ) -> _MadeLane:
+        """Subtract and encode a lane, where lanes are computed."""
+        rules, place = self._rules, self._place
+        anchor = place.there(anchor)
+        delta = pseudo_gradient_(local, anchor)
+        norm = l2_norm(delta)
+        beyond = farthest(delta, anchor, limits) if math.isfinite(norm) else ""
+        if beyond or not math.isfinite(norm):
+            return _MadeLane(norm, beyond)
+        before = None if residual is None else place.there(residual)
+        has_flipped = before is not None and bit_sum(before) != residual_sum
+        if has_flipped:
+            before = None
+        added = before
+        if rules.error_feedback and before is None:
+            added = torch.zeros_like(delta)
+        codec = lane_codec(rules.uplink_codec, self._plan.fragments[key.fragment_id], lane_id)
+        drawn_by = rounding_key(
+            rules.seed, key.fragment_id, lane_id, key.version, key.attempt, self._island
+        )
+        decay = rules.error_feedback_decay
+        with record_function("diloco/encode"):
+            payload, after = encode_with_feedback(codec, delta, added, drawn_by, decay)
+            lane = SentLane.of(payload, after)
+        if rules.since_send:
+            delta = carried(codec, payload, len(delta), after, before, decay, place)
+            lane.carried = place.kept(delta)
+        if after is not None:
+            lane.residual_after = place.kept(after)
+        return _MadeLane(norm, "", lane, has_flipped)
+
+    async def made(self) -> None:
+        """Wait until everything that is being made is made."""
+        if making := [each for each in self._making.values() if not each.done()]:
+            await asyncio.wait(making)
+
+    async def tried(self, fragment: IslandFragment) -> dict[int, Tensor]:
         """Give the lanes that hold something back, with half of it taken off their anchor.
 
         Of what was decoded: what the syncer would merge with another contribution.
         """
+        await self.made()
+        return await self._place.run(functools.partial(self._halved, fragment))
+
+    def _halved(self, fragment: IslandFragment) -> dict[int, Tensor]:
         planned, moved = self._plan.fragments[fragment.fragment_id], dict[int, Tensor]()
         for lane_id, lane in fragment.sending.items() if fragment.held_back else ():
             codec = lane_codec(self._rules.uplink_codec, planned, lane_id)
-            anchor = fragment.anchor[lane_id]
-            payload = from_bytes(lane.payload).to(anchor.device)
+            payload = from_bytes(lane.payload).to(self._place.device)
             delta = codec.decode(payload, planned.lanes[lane_id].numel)
-            moved[lane_id] = anchor - delta.mul_(0.5)
-            wait_until_done(anchor.device)
+            moved[lane_id] = self._place.there(fragment.anchor[lane_id]) - delta.mul_(0.5)
         return moved
 
     def release(self, fragment: IslandFragment, reason: str) -> None:
@@ -194,27 +282,9 @@ class Contributions:
         fragment.outstanding, fragment.outcome = sent, None
         self._tasks.notify()
 
-    def _encode(
-        self, fragment: IslandFragment, key: RoundKey, lane_id: int, delta: Tensor
-    ) -> SentLane:
-        rules, residual = self._rules, None
-        self.forget_flipped(fragment, lane_id)
-        if rules.error_feedback:
-            residual = fragment.residual.get(lane_id)
-            residual = torch.zeros_like(delta) if residual is None else residual
-        codec = lane_codec(rules.uplink_codec, self._plan.fragments[key.fragment_id], lane_id)
-        drawn_by = rounding_key(
-            rules.seed, key.fragment_id, lane_id, key.version, key.attempt, self._island
-        )
-        with record_function("diloco/encode"):
-            return SentLane.of(
-                *encode_with_feedback(codec, delta, residual, drawn_by, rules.error_feedback_decay)
-            )
-
-    def forget_flipped(self, fragment: IslandFragment, lane_id: int) -> None:
-        """Forget what a lane has left over if a bit of it has flipped, and raise an alarm."""
-        if not fragment.forget_flipped(lane_id):
-            return
+    def forget(self, fragment: IslandFragment, lane_id: int) -> None:
+        """Forget what a lane has left over, as a bit of it has flipped, and raise an alarm."""
+        fragment.residual.pop(lane_id, None)
         p = fragment.fragment_id
         text = (
             f"a bit has flipped in memory, in what lane {lane_id} of fragment {p} had "

@@ -10,8 +10,9 @@ Source: PROTOCOL.md, "Version 0" and "Return of an island".
 from __future__ import annotations
 
 import asyncio
+import functools
 import logging
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 
 from torch import Tensor
 
@@ -20,10 +21,14 @@ from diloco.errors import CodecError, FingerprintMismatch
 from diloco.island.exchange.calls import LinkParts
 from diloco.island.exchange.checkpoint_state import FragmentCheckpoint
 from diloco.island.exchange.fragment_state import IslandFragment
-from diloco.island.exchange.staging import VersionGone, fetch_lane
+from diloco.island.exchange.staging import (
+    VersionGone,
+    digests_of,
+    fetch_lane,
+    largest_change_of,
+)
 from diloco.protos import fragment_pb2 as wire
 from diloco.tasks import wait_for
-from diloco.versions.value_digest import lane_digest
 
 logger = logging.getLogger(__name__)
 
@@ -36,6 +41,7 @@ class FragmentEntry:
     def __init__(self, parts: LinkParts, fragments: Mapping[int, IslandFragment]) -> None:
         """Assign only."""
         self._calls = parts.calls
+        self._place = parts.place
         self._fragments = fragments
         self._tasks = parts.tasks
         self._on_arrival = parts.rules.on_arrival
@@ -114,9 +120,8 @@ class FragmentEntry:
         """
         mended = []
         for lane_id, values in fragment.anchor.items():
-            await asyncio.sleep(0)  # others of this loop have their turn between two lanes
             digests = fragment.anchor_digests
-            if not digests or lane_digest(values) == digests[lane_id]:
+            if not digests or not await self._differing(digests, {lane_id: values}):
                 continue
             p, version = fragment.fragment_id, fragment.anchor_version
             try:
@@ -127,13 +132,16 @@ class FragmentEntry:
                     lane_id,
                     numel=values.numel(),
                     digest=digests[lane_id],
-                    device=values.device,
+                    place=self._place,
                 )
             except VersionGone as gone:
                 logger.error("the anchor of fragment %d, lane %d, is damaged: %s", p, lane_id, gone)
                 continue
             fragment.anchor = {**fragment.anchor, lane_id: fetched}
-            fragment.stage(fragment.staged, fragment.staged_version)
+            largest = functools.partial(
+                largest_change_of, fragment.anchor, fragment.staged, self._place
+            )
+            fragment.staged_change = await self._place.run(largest)
             mended.append(lane_id)
         return mended
 
@@ -214,7 +222,7 @@ class FragmentEntry:
     ) -> dict[int, Tensor]:
         """Return a version's lanes: own ones where they are equal, the others fetched whole."""
         lanes = dict(own)
-        differing = _differing(fragment, own, state)
+        differing = await self._differing(state.lane_digests, own)
         fetched = await asyncio.gather(
             *(
                 fetch_lane(
@@ -224,7 +232,7 @@ class FragmentEntry:
                     lane_id,
                     numel=own[lane_id].numel(),
                     digest=state.lane_digests[lane_id],
-                    device=own[lane_id].device,
+                    place=self._place,
                 )
                 for lane_id in differing
             )
@@ -232,28 +240,26 @@ class FragmentEntry:
         lanes.update(zip(differing, fetched, strict=True))
         return lanes
 
+    async def check_restored(self, fragment: IslandFragment, restored: FragmentCheckpoint) -> None:
+        """Hold a checkpoint's anchors against the version that the syncer restored.
 
-def check_restored(fragment: IslandFragment, restored: FragmentCheckpoint) -> None:
-    """Hold a checkpoint's anchors against the version that the syncer restored.
+        Raises:
+            FingerprintMismatch: If they are not that version.
+        """
+        p, version, state = fragment.fragment_id, restored.ledger.version, fragment.state
+        if state.version > version:
+            return  # the others went on: what was in flight gets its outcome, the anchor follows
+        differing = await self._differing(state.lane_digests, restored.lanes.anchor)
+        if state.version < version or differing:
+            lanes = f", and lanes {differing} of it differ" if differing else ""
+            raise FingerprintMismatch(
+                f"this checkpoint has version {version} of fragment {p}, the syncer has version "
+                f"{state.version}{lanes}: they are not of one run checkpoint. Resume one that "
+                f"all sites have: `diloco coordinator RUN.toml --resume --at STEP`"
+            )
 
-    Raises:
-        FingerprintMismatch: If they are not that version.
-    """
-    p, version = fragment.fragment_id, restored.ledger.version
-    if fragment.state.version > version:
-        return  # the others went on: what was in flight gets its outcome, the anchor follows
-    differing = _differing(fragment, restored.lanes.anchor)
-    if fragment.state.version < version or differing:
-        lanes = f", and lanes {differing} of it differ" if differing else ""
-        raise FingerprintMismatch(
-            f"this checkpoint has version {version} of fragment {p}, the syncer has version "
-            f"{fragment.state.version}{lanes}: they are not of one run checkpoint. Resume one that "
-            f"all sites have: `diloco coordinator RUN.toml --resume --at STEP`"
-        )
-
-
-def _differing(
-    fragment: IslandFragment, own: Mapping[int, Tensor], state: wire.FragmentState | None = None
-) -> list[int]:
-    digests = (state or fragment.state).lane_digests
-    return [lane_id for lane_id in fragment.lanes if lane_digest(own[lane_id]) != digests[lane_id]]
+    async def _differing(self, digests: Sequence[bytes], lanes: Mapping[int, Tensor]) -> list[int]:
+        """Find the lanes that are not as published."""
+        own = await self._place.run(functools.partial(digests_of, lanes, self._place))
+        pairs = zip(sorted(lanes), own, strict=True)
+        return [lane_id for lane_id, digest in pairs if digest != digests[lane_id]]

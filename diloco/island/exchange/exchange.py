@@ -1,8 +1,8 @@
 """A carrier's side of the rounds: poll (`syncer_link`), contribute, stage, settle.
 
 Runs in one event loop (the IO thread of a rank, or a virtual clock); never issues a collective,
-never touches a parameter or an anchor. It computes where the lanes are, on a device in its thread's
-stream, and shows nothing that the device has not done yet. The training thread posts `send`,
+never touches a parameter or an anchor. What it has computed (`LanePlace.run`) is done by another
+thread, and it shows nothing that the device has not done yet. The training thread posts `send`,
 `decline`, `settle` and the like, and reads `view`, which is replaced as a whole; nothing else
 crosses between the two.
 
@@ -12,6 +12,7 @@ Source: PROTOCOL.md, "Agreement of ranks", "Contributions" and "Staging".
 from __future__ import annotations
 
 import asyncio
+import functools
 import logging
 import math
 import random
@@ -24,11 +25,12 @@ from diloco.errors import DilocoError
 from diloco.island.exchange.calls import ExchangeRules, FragmentCalls, LinkParts, SyncerCalls
 from diloco.island.exchange.checkpoint_state import FragmentCheckpoint, LaneCheckpoint, StateLayout
 from diloco.island.exchange.contributions import Contributions
-from diloco.island.exchange.entry import FragmentEntry, check_restored
+from diloco.island.exchange.entry import FragmentEntry
 from diloco.island.exchange.fragment_state import IslandFragment
 from diloco.island.exchange.retried_calls import SyncerReach
 from diloco.island.exchange.staging import Stager
 from diloco.island.exchange.syncer_link import SyncerLink
+from diloco.island.lanes.place import LanePlace
 from diloco.outer.fragments import Plan
 from diloco.protocol.island.ledger import Outstanding
 from diloco.protocol.island.votes import FragmentView
@@ -74,13 +76,16 @@ class Exchange:
         on_event: Callable[[Event], None],
         is_leader: bool = True,
         find_syncers: Callable[[], Awaitable[None]] | None = None,
+        place: LanePlace | None = None,
     ) -> None:
         """Assign only. `lanes` maps every fragment to the lanes that this rank carries.
 
         Each fragment is that of one of the `connections`. `is_leader`: of the island's ranks.
         `find_syncers` asks which of them each fragment is that of now, and has `reassign` called.
+        `place` is that of the lanes; None: the CPU, in this loop.
         """
         self.rules = rules
+        self._place = place or LanePlace()
         self.layout = StateLayout(plan, lanes, rules.uplink_codec, rules.error_feedback)
         self._plan = plan
         self._grant = grant
@@ -102,7 +107,7 @@ class Exchange:
             )
         )
         self._calls = FragmentCalls(grant, syncers)
-        parts = LinkParts(plan, grant, rules, self._calls, self._tasks, on_event)
+        parts = LinkParts(plan, grant, rules, self._calls, self._tasks, on_event, self._place)
         self._contributions, self._stager = Contributions(parts), Stager(parts)
         followed = {p: each for p, each in self._fragments.items() if each.is_followed}
         self._entry = FragmentEntry(parts, followed)
@@ -159,11 +164,15 @@ class Exchange:
         return self._fragments[fragment_id].staged_change
 
     def change_of_sent(self, fragment_id: int) -> dict[int, Tensor]:
-        """Return by lane how what is staged differs from what was sent, as it is decoded."""
+        """Return by lane how what is staged differs from what was sent, as it is decoded.
+
+        Launched in the stream of this thread, and neither waited for.
+        """
         return self._fragments[fragment_id].change_of_sent(
             self._plan.fragments[fragment_id],
             self.rules.uplink_codec,
             self.rules.error_feedback_decay,
+            self._place,
         )
 
     def calls_of(self, fragment_id: int) -> SyncerCalls:
@@ -277,25 +286,27 @@ class Exchange:
         local: Mapping[int, Tensor],
         limits: tuple[float, float] = ANYWHERE,
         is_tried: bool = False,
+        free: Callable[[], None] = lambda: None,
     ) -> None:
         """Submit the pseudo-gradient of this rank's lanes until its outcome is known.
 
-        Here and not in the training thread, which goes on with the next inner step meanwhile. One
-        that is not finite is declined, three in a row are a failure; so is one that lies beyond
-        its limits, and `unsound` says so.
+        The training thread goes on with the next inner step meanwhile. One that is not finite is
+        declined, three in a row are a failure; so is one that lies beyond its limits, and `unsound`
+        says so.
 
         Args:
             sent: What is sent.
-            local: Lane id -> local values at the send; overwritten, and free when this returns.
+            local: Lane id -> local values at the send; overwritten.
             limits: How far from their anchor values may lie (`farthest`).
             is_tried: Whether it is held back until `release`.
+            free: Called when `local` is not read any more.
         """
         fragment = self._fragments[sent.key.fragment_id]
-        self._contributions.send(fragment, sent, local, limits, is_tried=is_tried)
+        self._contributions.send(fragment, sent, local, limits, is_tried=is_tried, free=free)
 
     async def tried(self, fragment_id: int, into: dict[int, Tensor]) -> None:
         """Put the lanes with half of what is held back into `into`, after what was posted."""
-        into.update(self._contributions.tried(self._fragments[fragment_id]))
+        into.update(await self._contributions.tried(self._fragments[fragment_id]))
 
     def release(self, fragment_id: int, reason: str) -> None:
         """Submit what `send` has held back; where there is a reason not to, decline it."""
@@ -333,14 +344,18 @@ class Exchange:
 
     async def capture(self, into: dict[int, LaneCheckpoint]) -> None:
         """Put the state of every fragment's lanes into `into`, after what was posted before."""
+        await self._contributions.made()
         for p, fragment in self._fragments.items():
-            for lane_id in fragment.lanes:  # a start that goes on from this could not tell
-                self._contributions.forget_flipped(fragment, lane_id)
-            into[p] = fragment.captured(
+            for lane_id in await self._place.run(fragment.flipped):
+                # A start that goes on from this could not tell.
+                self._contributions.forget(fragment, lane_id)
+            captured = functools.partial(
+                fragment.captured,
                 self._plan.fragments[p],
                 self.rules.uplink_codec,
                 error_feedback=self.rules.error_feedback,
             )
+            into[p] = await self._place.run(captured)
 
     async def verify_anchors(self) -> None:
         """Hold all anchors against their digests; what memory has changed is fetched again."""
@@ -395,8 +410,9 @@ class Exchange:
         await self._entry.until_whole()
         for fragment, restored in zip(self._fragments.values(), fragments, strict=True):
             if fragment.is_followed:
-                check_restored(fragment, restored)
-            fragment.restore(restored.ledger.version, restored.lanes)
+                await self._entry.check_restored(fragment, restored)
+            version, lanes = restored.ledger.version, restored.lanes
+            await self._place.run(functools.partial(fragment.restore, version, lanes))
         self._entered()
 
     def _start(self, sent_by: int = 0) -> None:

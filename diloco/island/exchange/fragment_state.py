@@ -14,12 +14,12 @@ import blake3
 import torch
 from torch import Tensor
 
-from diloco.compression.base import from_bytes, to_bytes
+from diloco.compression.base import Codec, from_bytes, to_bytes
 from diloco.compression.lanes import lane_codec
-from diloco.device_thread import wait_until_done
 from diloco.island.exchange.checkpoint_state import LaneCheckpoint
+from diloco.island.lanes.place import LanePlace
 from diloco.outer.fragments import Fragment
-from diloco.outer.pseudo_gradient import bit_sum, largest_change
+from diloco.outer.pseudo_gradient import bit_sum
 from diloco.protocol.island.ledger import Outstanding, Target, Verdict
 from diloco.protocol.island.votes import NOT_FOLLOWED, AnnouncedVersion, FragmentView
 from diloco.protos import fragment_pb2 as wire
@@ -40,7 +40,8 @@ NOT_DURABLE = (Verdict.REFUSED, Verdict.DECLINED)
 class SentLane:
     """Payload and residual of one outstanding lane; `received_epoch` -1: by no syncer yet.
 
-    `residual_sum` is the `bit_sum` of the residual as it was made.
+    `residual_sum` is the `bit_sum` of the residual as it was made; `carried` is what the payload
+    has of Delta, where merges need it: None after a resume.
     """
 
     payload: Buffer
@@ -48,6 +49,7 @@ class SentLane:
     residual_after: Tensor | None
     residual_sum: int = 0
     received_epoch: int = -1
+    carried: Tensor | None = None
 
     @classmethod
     def of(cls, encoded: Tensor, residual_after: Tensor | None) -> SentLane:
@@ -56,6 +58,28 @@ class SentLane:
         digest = blake3.blake3(payload).digest()
         added = 0 if residual_after is None else bit_sum(residual_after)
         return cls(payload, digest, residual_after, added)
+
+
+def carried(
+    codec: Codec,
+    payload: Tensor,
+    numel: int,
+    residual_after: Tensor | None,
+    residual: Tensor | None,
+    decay: float,
+    place: LanePlace,
+) -> Tensor:
+    """Return what of Delta a payload carries.
+
+    With error feedback all of it, as the residuals tell, since the next contribution brings the
+    rest; without it what is decoded: what quantisation lost stays in the local values.
+    """
+    delta = codec.decode(payload, numel)
+    if residual_after is not None:
+        delta.add_(place.there(residual_after))
+        if residual is not None:
+            delta.sub_(place.there(residual), alpha=decay)
+    return delta
 
 
 @dataclass(slots=True)
@@ -149,11 +173,9 @@ class IslandFragment:
             return self.anchor
         return self.staged if version == self.staged_version else {}
 
-    def stage(self, lanes: dict[int, Tensor], version: int) -> None:
-        """Take a version's lanes, which are there; likewise after a change of the anchor."""
-        changes = [largest_change(self.anchor[lane_id], lanes[lane_id]) for lane_id in lanes]
-        self.staged, self.staged_change = lanes, max(changes, default=0.0)
-        self.staged_version = version
+    def stage(self, lanes: dict[int, Tensor], version: int, change: float) -> None:
+        """Take a version's lanes, which are there, and the largest change that they make."""
+        self.staged, self.staged_change, self.staged_version = lanes, change, version
 
     def settle(self, *, is_merged: bool, is_included: bool) -> None:
         """Forget what was outstanding.
@@ -174,17 +196,13 @@ class IslandFragment:
         self.outstanding, self.outcome = None, None
         self.sending, self.decline_reason = {}, ""
 
-    def forget_flipped(self, lane_id: int) -> bool:
-        """Forget what a lane adds to its next contribution, if a bit of it has flipped in memory.
-
-        Returns:
-            Whether one has. What is kept is as it was when it was made.
-        """
-        residual = self.residual.get(lane_id)
-        if residual is None or bit_sum(residual) == self.residual_sums[lane_id]:
-            return False
-        del self.residual[lane_id]
-        return True
+    def flipped(self) -> list[int]:
+        """Find lanes whose residual is not what it was when it was made: a bit has flipped."""
+        return [
+            lane_id
+            for lane_id, residual in self.residual.items()
+            if bit_sum(residual) != self.residual_sums[lane_id]
+        ]
 
     def verdict(self) -> Verdict | None:
         """Say how what is outstanding ended; a refused one waits for the round's end."""
@@ -239,7 +257,7 @@ class IslandFragment:
     def captured(self, fragment: Fragment, codec: str, *, error_feedback: bool) -> LaneCheckpoint:
         """Return the state of the lanes as it lies where they do, zeros where there is none.
 
-        Nothing is copied; what a device had to do for it is done.
+        Nothing is copied.
         """
         payload: dict[int, Tensor] = {}
         residual: dict[int, Tensor] = {}
@@ -259,8 +277,6 @@ class IslandFragment:
                     after = None
                 residual[lane_id] = self.residual.get(lane_id, torch.zeros(numel))
                 residual_after[lane_id] = torch.zeros(numel) if after is None else after
-        for lane in self.anchor.values():
-            wait_until_done(lane.device)
         return LaneCheckpoint(
             dict(self.anchor),
             payload,
@@ -270,24 +286,23 @@ class IslandFragment:
             broken_in_a_row=self.broken_in_a_row,
         )
 
-    def change_of_sent(self, fragment: Fragment, codec: str, decay: float) -> dict[int, Tensor]:
+    def change_of_sent(
+        self, fragment: Fragment, codec: str, decay: float, place: LanePlace
+    ) -> dict[int, Tensor]:
         """Return staged - (anchor - Delta) by lane, Delta being what of it the payload carries.
 
-        With error feedback all of Delta, as the residuals tell, since the next contribution brings
-        the rest; without it what is decoded: what quantisation lost stays in the local values.
-        The device has computed it when it is returned.
+        Only what a resume has sent again is decoded here, which waits for the device.
         """
         changes: dict[int, Tensor] = {}
         for lane_id, lane in self.sending.items():
-            numel, anchor = fragment.lanes[lane_id].numel, self.anchor[lane_id]
-            payload = from_bytes(lane.payload).to(anchor.device)
-            change = lane_codec(codec, fragment, lane_id).decode(payload, numel)
-            if lane.residual_after is not None:
-                change.add_(lane.residual_after)
-                if (residual := self.residual.get(lane_id)) is not None:
-                    change.sub_(residual, alpha=decay)
-            changes[lane_id] = change.add_(self.staged[lane_id]).sub_(anchor)
-            wait_until_done(anchor.device)  # the IO thread may give up any of these
+            if lane.carried is None:
+                its_codec = lane_codec(codec, fragment, lane_id)
+                payload = from_bytes(lane.payload).to(place.device)
+                after, before = lane.residual_after, self.residual.get(lane_id)
+                numel = fragment.lanes[lane_id].numel
+                lane.carried = carried(its_codec, payload, numel, after, before, decay, place)
+            change = place.there(lane.carried) + place.there(self.staged[lane_id])
+            changes[lane_id] = change.sub_(place.there(self.anchor[lane_id]))
         return changes
 
     def restore(self, version: int, lanes: LaneCheckpoint) -> None:

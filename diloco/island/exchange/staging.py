@@ -12,11 +12,11 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import functools
 import logging
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 
 import blake3
-import torch
 from torch import Tensor
 from torch.profiler import record_function
 
@@ -26,8 +26,10 @@ from diloco.compression.registry import get_codec
 from diloco.errors import CodecError, CoordinatorUnavailable, DilocoError
 from diloco.island.exchange.calls import FragmentCalls, LinkParts
 from diloco.island.exchange.fragment_state import IslandFragment
+from diloco.island.lanes.place import LanePlace
 from diloco.loop_clock import loop_now
 from diloco.outer.fragments import Fragment
+from diloco.outer.pseudo_gradient import largest_change
 from diloco.protos import fragment_pb2 as wire
 from diloco.telemetry.events import CaughtUp, DigestMismatch, Event, FragmentStaged, PhaseDone
 from diloco.transport.contracts import Buffer
@@ -53,8 +55,9 @@ async def stage_lanes(
     version: int,
     digests: Sequence[bytes],
     codec: str,
+    place: LanePlace,
     on_event: Callable[[Event], None],
-) -> dict[int, Tensor]:
+) -> tuple[dict[int, Tensor], float]:
     """Take lanes from their anchor to a later version, small ones together.
 
     A lane that does not come out as published (the anchor, a codec or a payload is not what the
@@ -69,7 +72,11 @@ async def stage_lanes(
         digests: Of the published fragment, by lane; empty when they are not known, which takes
             every lane as a whole.
         codec: Of payloads, to foresee their sizes where there are several.
+        place: Of the lanes.
         on_event: Hears of a mismatch, of versions leapt over, and what a whole fragment came to.
+
+    Returns:
+        The lanes where they are kept, and the largest change that they make to a value.
 
     Raises:
         CodecError: If even a whole lane does not match.
@@ -82,22 +89,47 @@ async def stage_lanes(
     )
     staging = (
         _stage_together(
-            calls, anchor, fragment, base if has_deltas else None, version, some, digests, on_event
+            calls,
+            anchor,
+            fragment,
+            base if has_deltas else None,
+            version,
+            some,
+            digests,
+            place,
+            on_event,
         )
         for some in grouped(fragment, lane_ids)
     )
     lanes: dict[int, Tensor] = {}
-    num_whole = 0
-    for values, fetched in await asyncio.gather(*staging):
+    num_whole, change = 0, 0.0
+    for values, fetched, largest in await asyncio.gather(*staging):
         lanes.update(values)
         num_whole += fetched
+        change = max(change, largest)
     if version > base + 1:
         on_event(CaughtUp(fragment.fragment_id, base, version, "whole" if num_whole else "deltas"))
     if len(lanes) == len(fragment.lanes):
         # Every lane was hashed here, and is what was announced.
-        own = digests or [lane_digest(lanes[lane_id]) for lane_id in sorted(lanes)]
+        own = digests or await place.run(lambda: digests_of(lanes, place))
         on_event(FragmentStaged(fragment.fragment_id, version, version_digest(own).hex()))
-    return lanes
+    return lanes, change
+
+
+def digests_of(lanes: Mapping[int, Tensor], place: LanePlace) -> list[bytes]:
+    """Digest lanes where they are computed with, in their order."""
+    return [lane_digest(place.there(lanes[lane_id])) for lane_id in sorted(lanes)]
+
+
+def largest_change_of(
+    anchor: Mapping[int, Tensor], lanes: Mapping[int, Tensor], place: LanePlace
+) -> float:
+    """Return the largest change that lanes make to a value of their anchor."""
+    changes = (
+        largest_change(place.there(anchor[lane_id]), place.there(values))
+        for lane_id, values in lanes.items()
+    )
+    return max(changes, default=0.0)
 
 
 def is_smaller(fragment: Fragment, lane_ids: Iterable[int], num_deltas: int, codec: str) -> bool:
@@ -131,17 +163,22 @@ async def _stage_together(
     version: int,
     lane_ids: Sequence[int],
     digests: Sequence[bytes],
+    place: LanePlace,
     on_event: Callable[[Event], None],
-) -> tuple[dict[int, Tensor], int]:
-    """Stage lanes by their deltas from `base` on, or whole; returns how many came whole, too."""
-    staged = {}
+) -> tuple[dict[int, Tensor], int, float]:
+    """Stage lanes by their deltas from `base` on, or whole.
+
+    Returns:
+        The lanes, how many came whole, and the largest change.
+    """
+    staged, change = dict[int, Tensor](), 0.0
     if base is not None:
         with contextlib.suppress(VersionGone):  # then whole, or that is gone, too
-            stepped = await _stepped(calls, anchor, fragment, base, version, lane_ids, on_event)
+            stepping = _Stepping({lane_id: anchor[lane_id] for lane_id in lane_ids}, place)
+            await _step(calls, stepping, fragment, base, version, lane_ids, place, on_event)
+            staged, change = await place.run(lambda: stepping.verified(digests))
             for lane_id in lane_ids:
-                if lane_id in stepped and lane_digest(stepped[lane_id]) == digests[lane_id]:
-                    staged[lane_id] = stepped[lane_id]
-                else:
+                if lane_id not in staged:
                     on_event(DigestMismatch(fragment.fragment_id, version, lane_id))
     missing = [lane_id for lane_id in lane_ids if lane_id not in staged]
     began = loop_now()
@@ -153,32 +190,62 @@ async def _stage_together(
             lane_id,
             numel=fragment.lanes[lane_id].numel,
             digest=digests[lane_id] if digests else b"",
-            device=anchor[lane_id].device,
+            place=place,
         )
         for lane_id in missing
     )
-    staged.update(zip(missing, await asyncio.gather(*fetching), strict=True))
+    fetched = dict(zip(missing, await asyncio.gather(*fetching), strict=True))
     if missing:
         on_event(_phase("fetch", fragment, version, missing, began))
-    return staged, len(missing)
+        largest = await place.run(lambda: largest_change_of(anchor, fetched, place))
+        change = max(change, largest)
+    return {**staged, **fetched}, len(missing), change
 
 
-async def _stepped(
+class _Stepping:
+    """Lanes on their way from their anchor to a later version; all methods compute."""
+
+    def __init__(self, anchor: Mapping[int, Tensor], place: LanePlace) -> None:
+        self._place = place
+        self._anchor = self._values = anchor
+        self._is_there = False
+
+    def step(self, codec: str, payload: Buffer, fragment: Fragment) -> None:
+        """Apply the payloads of one version; lanes are left out that cannot be stepped."""
+        if not self._is_there:
+            self._anchor = {n: self._place.there(lane) for n, lane in self._anchor.items()}
+            self._values, self._is_there = self._anchor, True
+        with record_function("diloco/decode"):
+            here = from_bytes(payload).to(self._place.device)
+            steps = list(_steps(codec, here, self._values, fragment, list(self._anchor)))
+        self._values = {lane_id: stepped for lane_id, stepped in steps if stepped is not None}
+
+    def verified(self, digests: Sequence[bytes]) -> tuple[dict[int, Tensor], float]:
+        """Return the lanes that match their digests, kept, and the largest change."""
+        lanes, change = {}, 0.0
+        for lane_id, values in self._values.items():
+            if lane_digest(values) == digests[lane_id]:
+                lanes[lane_id] = self._place.kept(values)
+                change = max(change, largest_change(self._anchor[lane_id], values))
+        return lanes, change
+
+
+async def _step(
     calls: FragmentCalls,
-    anchor: Mapping[int, Tensor],
+    stepping: _Stepping,
     fragment: Fragment,
     base: int,
     version: int,
     lane_ids: Sequence[int],
+    place: LanePlace,
     on_event: Callable[[Event], None],
-) -> dict[int, Tensor]:
-    """Apply one payload after the other; lanes are left out that cannot be stepped.
+) -> None:
+    """Apply one payload after the other.
 
     Raises:
         VersionGone: If the syncer retains one of them no more.
     """
     numel = sum(fragment.lanes[lane_id].numel for lane_id in lane_ids)
-    values = {lane_id: anchor[lane_id] for lane_id in lane_ids}
     for step in range(base + 1, version + 1):
         began = loop_now()
         reply, payload = await _fetch(
@@ -186,12 +253,8 @@ async def _stepped(
         )
         on_event(_phase("fetch", fragment, step, lane_ids, began))
         began = loop_now()
-        with record_function("diloco/decode"):
-            here = from_bytes(payload).to(anchor[lane_ids[0]].device)
-            steps = list(_steps(reply.codec, here, values, fragment, lane_ids))
+        await place.run(functools.partial(stepping.step, reply.codec, payload, fragment))
         on_event(_phase("decode", fragment, step, lane_ids, began))
-        values = {lane_id: stepped for lane_id, stepped in steps if stepped is not None}
-    return values
 
 
 async def fetch_lane(
@@ -202,7 +265,7 @@ async def fetch_lane(
     *,
     numel: int,
     digest: bytes,
-    device: torch.device,
+    place: LanePlace,
 ) -> Tensor:
     """Take one published lane as a whole: `numel` float32 values.
 
@@ -214,7 +277,7 @@ async def fetch_lane(
         numel: Its number of values.
         digest: Of the published lane; empty when it is not known: then the payload is held against
             what the syncer's reply says of it.
-        device: Where it is wanted.
+        place: Of the lanes.
 
     Raises:
         CodecError: If it does not match the digest, three times in a row.
@@ -224,14 +287,24 @@ async def fetch_lane(
         reply, payload = await _fetch(
             calls, fragment_id, version, [lane_id], wire.FETCH_KIND_DENSE, numel
         )
-        values = get_codec("float32").decode(from_bytes(payload), numel).to(device)
         said = digest or reply.digest
-        if said == (lane_digest(values) if digest else blake3.blake3(payload).digest()):
+        decode = functools.partial(_whole, payload, numel, place, by_values=bool(digest))
+        values, found = await place.run(decode)
+        if said == found:
             return values
     raise CodecError(
         f"lane {lane_id} of fragment {fragment_id}, version {version}, does not match the "
         f"syncer's digest even when fetched as a whole, {_TRIES} times"
     )
+
+
+def _whole(
+    payload: Buffer, numel: int, place: LanePlace, *, by_values: bool
+) -> tuple[Tensor, bytes]:
+    """Decode a lane that came as a whole; returns it, kept, and its digest."""
+    values = get_codec("float32").decode(from_bytes(payload), numel).to(place.device)
+    found = lane_digest(values) if by_values else blake3.blake3(payload).digest()
+    return place.kept(values), found
 
 
 async def _fetch(
@@ -328,7 +401,7 @@ class Stager:
     async def _stage(self, fragment: IslandFragment, version: int) -> None:
         announced = fragment.announced.get(version)
         try:
-            staged = await stage_lanes(
+            staged, change = await stage_lanes(
                 self._parts.calls,
                 fragment.anchor,
                 fragment=self._parts.plan.fragments[fragment.fragment_id],
@@ -336,6 +409,7 @@ class Stager:
                 version=version,
                 digests=() if announced is None else tuple(announced.lane_digests),
                 codec="" if announced is None else announced.payload_codec,
+                place=self._parts.place,
                 on_event=self._parts.on_event,
             )
         except VersionGone as gone:
@@ -345,5 +419,5 @@ class Stager:
             fragment.gone_version, fragment.staging_version = version, -1
             self.look(fragment)
         else:
-            fragment.stage(staged, version)
+            fragment.stage(staged, version, change)
         self._parts.tasks.notify()

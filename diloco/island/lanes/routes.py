@@ -17,6 +17,8 @@ from torch import Tensor
 from diloco.island.lanes.boxes import Box, boxes_of_range
 
 SLAB_BYTES = 256 * 2**20  # most that a rank sends, and most that it receives, in one collective
+#: Vectors of what a rank carries of a fragment that come and go while it is sent or merged.
+PASSING = 8
 _ITEM_BYTES = 4
 
 

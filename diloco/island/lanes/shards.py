@@ -11,9 +11,9 @@ Lanes cut tensors anywhere, so a flat range becomes at most 2 ndim - 1 boxes (pa
 full rows, part of the last row), never one a row or an element. Routes are executed by all-to-all
 where the lanes are, slab by slab (`routes`).
 
-Lanes lie where the parameters are if there is room (`stay_with_parameters`), and then nothing here
-leaves the device or waits for it; else in host memory. From there what is merged next may be copied
-to the device before its step (`prefetch`): a second thread does that during training.
+Lanes are passed where the parameters are if there is room (`find_room`), and then nothing here
+waits for the device; else in host memory. From there, and from where they are kept (`place`), what
+is merged next may be copied to the device before its step (`prefetch`).
 
 It computes nothing: pseudo-gradients, codecs and anchors belong to callers, keyed by lane.
 """
@@ -35,7 +35,7 @@ from torch import Tensor
 from torch.profiler import record_function
 
 from diloco.compression.lanes import padding_of
-from diloco.device_thread import DeviceThread
+from diloco.device_thread import DeviceThread, SideStream
 from diloco.errors import PlanMismatch
 from diloco.island.lanes.boxes import (
     Box,
@@ -47,7 +47,8 @@ from diloco.island.lanes.boxes import (
 )
 from diloco.island.lanes.carriers import carriers_of, hosts_first
 from diloco.island.lanes.parameters import dtype_problems, gathered
-from diloco.island.lanes.routes import Copy, Route, Slab, dot, strides_of
+from diloco.island.lanes.place import LanePlace
+from diloco.island.lanes.routes import PASSING, Copy, Route, Slab, dot, strides_of
 from diloco.outer.fragments import Fragment, Plan, TensorSpec
 from diloco.outer.merge import merge_
 from diloco.transport.units import format_bytes
@@ -56,8 +57,6 @@ logger = logging.getLogger(__name__)
 
 _CPU = torch.device("cpu")
 _ITEM_BYTES = 4
-#: Vectors of what a rank carries of a fragment that come and go while it is sent or merged.
-_PASSING = 8
 #: Bytes a stored parameter that training may be yet to take: a gradient and AdamW's two moments.
 _TRAINED_BYTES = 12
 
@@ -70,6 +69,15 @@ class _Prefetched:
     uploads: deque[tuple[Copy, Future[Tensor]]]
 
 
+@dataclass(frozen=True, slots=True)
+class _Ahead:
+    """Lanes that are kept apart, and their copies, which a stream makes where they are passed."""
+
+    lanes: Mapping[int, Tensor]
+    there: dict[int, Tensor]
+    side: SideStream
+
+
 class LaneShards:
     """Collects the lanes that this rank carries, and distributes them to all who store them.
 
@@ -79,7 +87,7 @@ class LaneShards:
     copied after the other, but for the fragment of a `prefetch`, which is there as a whole.
 
     Attributes:
-        device: Where the lanes of `collect` are, and those best are that are merged.
+        place: Where the lanes of `collect` are, and where they are kept.
 
     Args:
         plan: Fragments and lanes; equal on all ranks.
@@ -106,7 +114,8 @@ class LaneShards:
     ) -> None:
         """Exchange boxes with the other ranks, check them, and make the two routes."""
         self._parameters = dict(parameters)
-        self.device = _CPU
+        self.place = LanePlace()
+        self._ahead: _Ahead | None = None
         self._rooms: list[Tensor] = []  # each for what is carried of any fragment, nobody's now
         self._slabs: dict[bool, Tensor] = {}  # by whether they are sent
         self._group = group
@@ -136,34 +145,50 @@ class LaneShards:
         self._distribute = {i: route.slabs(counts[i][1]) for i, (_, route) in routes.items()}
         self._most_carried = max(sum(self._lane_numels(i).values()) for i in self._fragments)
 
-    def stay_with_parameters(self, num_vectors: int) -> None:
-        """Have lanes where the parameters are if every rank has room for them there; collective.
+    @property
+    def device(self) -> torch.device:
+        """Where the lanes of `collect` are, and those that are merged are passed."""
+        return self.place.device
 
-        They may take half of what is free, once gradients and moments are.
+    def find_room(self, num_vectors: int) -> None:
+        """Have lanes where the parameters are, as far as every rank has room there; collective.
+
+        They may take half of what is free, once gradients and moments are. Where only what comes
+        and goes finds room, they are computed there and kept in host memory. Work on them is done
+        by a thread from now on.
 
         Args:
             num_vectors: Vectors of each lane that the callers keep.
         """
+        thread = DeviceThread("diloco-lanes")
         if not self._is_away:
+            self.place = LanePlace(thread=thread)
             return
         devices = {parameter.device for parameter in self._parameters.values()}
         carried = sum(sum(self._lane_numels(i).values()) for i in self._fragments)
-        needed = _ITEM_BYTES * (num_vectors * carried + _PASSING * self._most_carried)
+        passing = _ITEM_BYTES * PASSING * self._most_carried
+        needed = _ITEM_BYTES * num_vectors * carried + passing
         device = next(iter(devices)) if len(devices) == 1 else _CPU
-        room = self._free_bytes(device) // 2
-        has_room = torch.tensor(int(needed <= room and self._reaches(device)))
+        room = self._free_bytes(device) // 2 if self._reaches(device) else -1
+        has_room = torch.tensor([passing <= room, needed <= room], dtype=torch.int64)
         if self._group is not None:
             dist.all_reduce(has_room, dist.ReduceOp.MIN, group=self._group)
-        self.device = device if has_room else _CPU
+        passes, keeps = map(bool, has_room.tolist())
+        self.place = LanePlace(
+            device if passes else _CPU, is_apart=passes and not keeps, thread=thread
+        )
         logger.info(
-            "lanes are kept on %s, needed_bytes=%d room_bytes=%d device=%s",
-            self.device, needed, room, device,
+            "lanes are computed on %s and kept %s, needed_bytes=%d passing_bytes=%d room_bytes=%d "
+            "device=%s",
+            self.device, "in pinned host memory" if self.place.is_apart else "there",
+            needed, passing, room, device,
         )  # fmt: skip
         if self.device == _CPU and device != _CPU and not self._island_rank:
             logger.warning(
                 "training waits for its sends, which go through host memory: this rank's lanes "
-                "need %s of the device, half of what training leaves free is %s; more lanes "
-                "(outer.num_lanes, up to one a rank) share them evenly", format_bytes(needed),
+                "need %s of the device while they are sent or merged, half of what training leaves "
+                "free is %s; more fragments (outer.num_fragments) or more lanes (outer.num_lanes, "
+                "up to one a rank) make that less", format_bytes(passing),
                 format_bytes(room) if room >= 0 else "not known",
             )  # fmt: skip
 
@@ -259,13 +284,20 @@ class LaneShards:
 
         It finds them there if it is given these very lanes, and writes the same bits. Until then
         they take as much room on the device as the fragment's parameters there, of one fragment:
-        the last one asked for; what finds no room is merged from where it is. Where lanes are with
-        the parameters, nothing happens, as with lanes that are on their way.
+        the last one asked for; what finds no room is merged from where it is. Where lanes are kept
+        with the parameters, nothing happens, as with lanes that are on their way.
 
         Args:
             fragment_id: Fragment of the plan.
             lanes: As `distribute` takes them; not written to before that.
         """
+        if self.place.is_apart:
+            if self._ahead is None or self._ahead.lanes is not lanes:
+                there: dict[int, Tensor] = {}
+                self._ahead = _Ahead(lanes, there, SideStream(self.device))
+                with record_function("diloco/prefetch"):
+                    self._ahead.side.submit(lambda: there.update(self._there(lanes)))
+            return
         is_there = self._prefetched is not None and self._prefetched.lanes is lanes
         if is_there or not self._is_away or self.device != _CPU:
             return
@@ -364,12 +396,17 @@ class LaneShards:
 
         Values are on `device`, or where the lanes are; theirs until the next, or if they are kept.
         """
-        for lane in lanes.values():
-            if lane.is_cuda:  # made on another stream, whose next tensor must wait for this one
-                lane.record_stream(torch.cuda.current_stream(lane.device))
+        if self._ahead is not None and self._ahead.lanes is lanes:
+            self._ahead.side.precede()
+            lanes, self._ahead = self._ahead.there, None
+        lanes = self._there(lanes)
         for held, carried in self._distribute[fragment_id]:
             sources = (copy.in_lane(lanes[copy.lane_id]) for copy in carried.copies)
             yield from self._exchange(carried, sources, held, is_kept=is_kept)
+
+    def _there(self, lanes: Mapping[int, Tensor]) -> dict[int, Tensor]:
+        """Return lanes where they are passed; no thread waits."""
+        return {lane_id: self.place.there(lane) for lane_id, lane in lanes.items()}
 
     def _lane_numels(self, fragment_id: int) -> dict[int, int]:
         return {

@@ -1,0 +1,95 @@
+"""Where lanes are computed and kept, and by whom: no loop waits for it."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import threading
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+
+from diloco.compression.base import from_bytes
+from diloco.device_thread import DeviceThread
+from diloco.island.lanes.parameters import tensor_specs
+from diloco.island.lanes.place import LanePlace
+from diloco.island.lanes.shards import LaneShards
+from diloco.outer.fragments import make_plan
+from diloco.protocol.island.ledger import Outstanding
+from diloco.protocol.rounds.terms import RoundKey
+from tests.virtual_run import Setting, VirtualRun, descend
+
+CPU = torch.device("cpu")
+
+
+def test_what_is_kept_apart_is_a_copy_and_what_is_not_is_the_same() -> None:
+    values = torch.arange(5.0)
+
+    assert LanePlace().kept(values) is values
+    kept = LanePlace(is_apart=True).kept(values)
+    assert kept.data_ptr() != values.data_ptr()
+    assert torch.equal(kept, values)
+
+
+@pytest.mark.parametrize(
+    ("room", "device", "is_apart"),
+    [(1 << 20, "meta", False), (1 << 15, "meta", True), (1 << 13, "cpu", False)],
+    ids=["all", "passing", "nothing"],
+)
+def test_lanes_are_computed_on_the_device_where_what_passes_has_room(
+    room: int,
+    device: str,
+    is_apart: bool,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    parameters = {f"w{i}": torch.zeros(512, device="meta", requires_grad=True) for i in range(4)}
+    plan = make_plan(tensor_specs(parameters), num_fragments=4)
+    shards = LaneShards(plan, parameters, group=None)
+    monkeypatch.setattr(shards, "_free_bytes", lambda device: 2 * room)
+
+    with caplog.at_level(logging.WARNING):
+        shards.find_room(4)  # 8 vectors of 2 KiB, and 4 of 8 KiB
+
+    assert (shards.device.type, shards.place.is_apart) == (device, is_apart)
+    assert bool(caplog.records) == (device == "cpu")
+
+
+def test_the_loop_goes_on_while_a_contribution_is_made_and_a_late_one_is_not_sent(
+    tmp_path: Path,
+) -> None:
+    setting = Setting({"w": [16.0] * 8}, descend, tmp_path, 8, islands=("a",), step_s=0.01)
+    key = RoundKey(0, 0, 0, 0)
+
+    async def scenario() -> None:
+        run = VirtualRun(setting)
+        await run.start_syncer()
+        thread, gate = DeviceThread("test"), threading.Event()
+        island = run.island("a", place=LanePlace(thread=thread))
+        await island.start()
+        busy, freed = thread.submit(CPU, gate.wait), list[int]()
+
+        exchange = island.exchange
+        sent = Outstanding(key, 4, 4, 4, is_flush=False)
+        local = {0: torch.full((128,), 15.0)}
+        exchange.send(sent, local, free=lambda: freed.append(1))
+        await asyncio.sleep(0.05)
+        assert exchange.view(0).key == key
+        assert not busy.done() and not freed
+
+        exchange.settle(0, is_merged=False, is_included=False)
+        again = replace(sent, key=replace(key, attempt=1))
+        exchange.send(again, {0: torch.full((128,), 14.0)}, free=lambda: freed.append(2))
+        gate.set()
+        await exchange.capture({})
+        assert freed == [1, 2]
+        assert [event["attempt"] for event in island.kinds("fragment_sent")] == [0, 1]
+        (lane,) = exchange._fragments[0].sending.values()
+        delta = from_bytes(lane.payload).view(torch.float32)
+        assert delta[0] == 16.0 - 14.0, "of what was sent last"
+        await exchange.stop()
+        await run.kill_syncer()
+
+    asyncio.run(scenario())
