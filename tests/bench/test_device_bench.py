@@ -122,17 +122,22 @@ def test_what_a_watched_thread_copies_is_counted_and_its_values_apart() -> None:
     assert (counts.bytes_down, counts.values_down, counts.bytes_up) == (16 + 6, 16, 3)
 
 
-def test_an_io_thread_may_wait_but_its_coded_bytes_have_a_bar() -> None:
-    counts = DeviceCounts(syncs=9, sync_copies=9, bytes_down=50, bytes_up=70)
+def test_other_threads_may_wait_but_their_coded_bytes_have_a_bar() -> None:
+    counts = DeviceCounts(
+        syncs=9, sync_copies=9, bytes_down=450, values_down=400, bytes_up=870, values_up=800
+    )
 
-    rows = figures("decoupled", "one", [[Section("exchange", counts, 100, 100, uncoded_bytes=400)]])
-
-    assert (rows[0]["syncs"], rows[0]["uncoded"]) == (None, 400)
-    assert [(each.figure, each.is_met) for each in requirements(rows)] == [
-        (0.5, True),
-        (0.7, False),
-        (400, False),
+    rows = [
+        *figures("decoupled", "one", [[Section("exchange", counts, 100, 100)]]),
+        *figures("decoupled on host", "one", [[Section("exchange", counts, 100, 100)]]),
     ]
+
+    assert [(row["syncs"], row["uncoded_down"], row["uncoded_up"]) for row in rows] == [
+        (None, 4, 8)
+    ] * 2
+    bars = [(each.figure, each.is_met) for each in requirements(rows)]
+    assert bars == [(0.5, True), (0.7, False), (4, False), (8, False)]
+    assert [each.figure for each in requirements(rows[1:])] == [0.5, 0.7]
 
 
 def test_of_a_checkpoint_the_bytes_of_all_ranks_are_held_against_the_state() -> None:

@@ -3,8 +3,13 @@
 Real trainers, sessions, coordinator and syncer, on ranks joined by gloo, under `DeviceCounter`,
 whose docstring says what counts and what it cannot see. A figure is the largest of a row's sections
 and ranks; bytes are the sum over the ranks. Sections of the first round are left out, because
-memory may be taken then. What the IO threads copy, which nobody waits for, is a row for the whole
-run up to its flush, which is published in float32: coded bytes, and no value that is not coded.
+memory may be taken then. What other threads copy, the IO thread's and the one that computes, is a
+row for the whole run up to its flush, which is published in float32: nobody waits for it.
+
+A counted device has no memory of its own that could be full, so that a mode says where lanes are
+kept. On the device nothing but coded bytes crosses the bus. On the host ("on host") float32 values
+do, too, without anybody waiting, counted apart ("uncoded"): anchors up for a send, and down and up
+for a merge; with error feedback residuals up and down.
 
 A checkpoint, and a copy of the inner state in memory, is what a rank's loop calls for it. The first
 of each takes the room that all use: new storage is that of later ones.
@@ -18,8 +23,8 @@ import tempfile
 import time
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import ExitStack
-from dataclasses import asdict, dataclass, field, replace
+from contextlib import ExitStack, contextmanager
+from dataclasses import asdict, dataclass, field, fields
 from pathlib import Path
 from typing import Any
 
@@ -37,8 +42,11 @@ from diloco.checkpoint.memory_copies import MemoryCopies
 from diloco.config.load import resolved_toml
 from diloco.config.schema import Config
 from diloco.data.open import open_data
+from diloco.device_thread import DeviceThread
 from diloco.island.connection import Connection
 from diloco.island.lanes.boxes import stored, whole_shape
+from diloco.island.lanes.place import LanePlace
+from diloco.island.lanes.shards import LaneShards
 from diloco.report.rows import Column, Report, Requirement, Watch, matching
 from diloco.telemetry.events import (
     CheckpointFailed,
@@ -53,6 +61,7 @@ from diloco.trainer.launched_step import LaunchedStep
 from diloco.trainer.parallel.mesh import make_mesh
 from diloco.trainer.state import MOMENTS, kept_tensors
 
+_DEVICE = torch.device("cpu")
 #: "both": a merge and then a send after one inner step, as they happen where no island waits.
 OPERATIONS = ("step", "idle", "send", "merge", "both", "exchange", "checkpoint", "copy")
 #: Steps of the trainer that are not counted: state and groups are made then.
@@ -62,6 +71,12 @@ _MOST_BYTES = 0.6
 _MOST_DOWN, _MOST_NEW = 1.001, 0.01
 #: Seconds a step until the coordinator asks for a cut, or the run would be over before that.
 _CUT_S = 0.2
+_ON_HOST = " on host"
+_OUTER: Mapping[str, Mapping[str, Any]] = {
+    "scheduled": {"preset": "streaming"},
+    "decoupled": {"preset": "decoupled"},
+    "since send": {"preset": "streaming", "local_mix": "since_send", "error_feedback": True},
+}
 
 _COLUMNS = (
     Column("operation", "operation"),
@@ -75,7 +90,8 @@ _COLUMNS = (
     Column("down_per_state", "down/state", ".3f"),
     Column("down_per_value", "down/value", ".2f"),
     Column("up_per_value", "up/value", ".2f"),
-    Column("uncoded", "uncoded down", ",.0f"),
+    Column("uncoded_down", "uncoded down", ".2f"),
+    Column("uncoded_up", "uncoded up", ".2f"),
     Column("new_per_lane", "new/lane", ".2f"),
     Column("launches", "launches"),
 )
@@ -87,7 +103,8 @@ class DeviceSetting:
 
     Attributes:
         layouts: Name -> mesh of the island.
-        synchronised: Mode -> those of the layouts whose sends and merges are counted.
+        synchronised: Mode -> those of the layouts whose sends and merges are counted; one that ends
+            in "on host" has its lanes there.
         checkpoint_steps: Inner steps between checkpoints; decoupled, tokens of so many.
         copy_steps: Inner steps between copies of the inner state in memory.
     """
@@ -104,6 +121,10 @@ class DeviceSetting:
         default_factory=lambda: {
             "scheduled": ("one", "fsdp-2", "tp-2"),
             "decoupled": ("one", "fsdp-2"),
+            "since send": ("fsdp-2",),
+            "scheduled on host": ("one", "fsdp-2"),
+            "decoupled on host": ("fsdp-2",),
+            "since send on host": ("fsdp-2",),
         }
     )
     inner_steps: int = 40
@@ -133,10 +154,9 @@ class Section:
         operation: Of `OPERATIONS`.
         counts: What was counted.
         num_sent: Values of the fragments that were sent.
-        num_merged: Of those that were merged; of the IO thread, staged.
-        lane_bytes: Of the largest lane of the run in float32; 0: there is no outer loop, it is the
-            IO thread's, or memory may be taken.
-        uncoded_bytes: Of float32 values that went to the host; of the IO thread.
+        num_merged: Of those that were merged; of other threads, staged.
+        lane_bytes: Of the largest lane of the run in float32; 0: there is no outer loop, it is
+            other threads', or memory may be taken.
         state_bytes: That have to be copied to the host; summed over the ranks.
     """
 
@@ -145,7 +165,6 @@ class Section:
     num_sent: int = 0
     num_merged: int = 0
     lane_bytes: int = 0
-    uncoded_bytes: int = 0
     state_bytes: int = 0
 
 
@@ -176,16 +195,18 @@ def figures(mode: str, layout: str, ranks: Sequence[Sequence[Section]]) -> list[
     """Compute the rows of one run: JSON values by name.
 
     Args:
-        mode: "scheduled" or "decoupled"; empty: without an outer loop.
+        mode: Of the setting; empty: without an outer loop.
         layout: Of the island.
         ranks: Sections of each rank, in the same order on all.
     """
     by_operation: dict[str, list[dict[str, Any]]] = defaultdict(list)
     for sections in zip(*ranks, strict=True):
         first, counts = sections[0], [section.counts for section in sections]
-        # Only what IO threads have staged may differ between ranks, by a version.
+        # Only what other threads have staged may differ between ranks, by a version.
         num_merged = sum(section.num_merged for section in sections) / len(sections)
         down, up = (sum(getattr(c, f"bytes_{way}") for c in counts) for way in ("down", "up"))
+        values = {way: sum(getattr(c, f"values_{way}") for c in counts) for way in ("down", "up")}
+        num_moved = first.num_sent or num_merged
         state_bytes = sum(section.state_bytes for section in sections)
         by_operation[first.operation].append(
             {
@@ -198,11 +219,14 @@ def figures(mode: str, layout: str, ranks: Sequence[Sequence[Section]]) -> list[
                 "down": down,
                 "up": up,
                 "down_per_state": down / state_bytes if state_bytes else None,
-                "down_per_value": down / first.num_sent if first.num_sent else None,
-                "up_per_value": up / num_merged if num_merged else None,
-                "uncoded": sum(each.uncoded_bytes for each in sections)
-                if first.operation == "exchange"
+                "down_per_value": (down - values["down"]) / first.num_sent
+                if first.num_sent
                 else None,
+                "up_per_value": (up - values["up"]) / num_merged if num_merged else None,
+                **{
+                    f"uncoded_{way}": num_bytes / num_moved if num_moved else None
+                    for way, num_bytes in values.items()
+                },
                 "new_per_lane": max(each.largest_bytes for each in counts) / first.lane_bytes
                 if first.lane_bytes
                 else None,
@@ -228,7 +252,8 @@ def requirements(rows: Sequence[Mapping[str, Any]]) -> list[Requirement]:
     of_fragments = {
         "down_per_value": (_MOST_BYTES, "bytes a value, to the host"),
         "up_per_value": (_MOST_BYTES, "bytes a value, to the device"),
-        "uncoded": (0.0, "bytes of float32 values, to the host"),
+        "uncoded_down": (0.0, "bytes of float32 a value, to the host"),
+        "uncoded_up": (0.0, "bytes of float32 a value, to the device"),
         "new_per_lane": (1.0, "largest new storage, in lanes"),
     }
     found = []
@@ -242,7 +267,12 @@ def requirements(rows: Sequence[Mapping[str, Any]]) -> list[Requirement]:
         if own[0]["down_per_state"] is not None:
             limits["new_per_lane"] = _MOST_NEW, "largest new storage, in lanes"
         for key, (limit, unit) in limits.items():
-            counted = [row for row in own if row[key] is not None]
+            is_coded = key.startswith("uncoded")
+            counted = [
+                row
+                for row in own
+                if row[key] is not None and not (is_coded and row["mode"].endswith(_ON_HOST))
+            ]
             if not counted:
                 continue
             worst = max(counted, key=lambda row: row[key])
@@ -266,8 +296,7 @@ def _measure(
                 serving.enter_context(control_plane(config))
             prepared.append(run_file)
             most_ranks = max(most_ranks, config.islands[ISLAND].ranks)
-        has_outer = [bool(mode) for mode, _ in runs]
-        work = functools.partial(measure, prepared, has_outer, setting)
+        work = functools.partial(measure, prepared, [mode for mode, _ in runs], setting)
         jobs = {rank: functools.partial(work, rank) for rank in range(most_ranks)}
         look = functools.partial(watch, "runs", 0, len(runs))
         by_rank = run_jobs(jobs, lambda _: look(), most_ranks).values()
@@ -285,21 +314,21 @@ def config_of(setting: DeviceSetting, mode: str, layout: str, state_dir: str) ->
         "inner_steps_per_round": setting.inner_steps_per_round,
         "overlap_steps": 2,  # no step both sends and merges
     }
-    presets = {"scheduled": "streaming", "decoupled": "decoupled"}
     tokens, steps = 32 * setting.sequences, setting.checkpoint_steps
     checkpoints = {
         "scheduled": {"every_inner_steps": steps},
         "decoupled": {"every_tokens": steps * tokens},
     }
+    plain_mode = mode.removesuffix(_ON_HOST)
     values = run_values(
         "device",
         setting.model,
-        {"preset": presets[mode], **rounds} if mode else NO_OUTER,
+        {**_OUTER[plain_mode], **rounds} if mode else NO_OUTER,
         inner_steps=setting.inner_steps,
         tokens=tokens,
         island={"ranks": ranks, "mesh": dict(mesh)},
         state_dir=state_dir,
-        checkpoint=checkpoints.get(mode, {}),
+        checkpoint=checkpoints.get(plain_mode, {}),
     )
     return Config.model_validate(values)
 
@@ -308,13 +337,13 @@ def config_of(setting: DeviceSetting, mode: str, layout: str, state_dir: str) ->
 
 
 def measure(
-    run_files: Sequence[Path], has_outer: Sequence[bool], setting: DeviceSetting, rank: int
+    run_files: Sequence[Path], modes: Sequence[str], setting: DeviceSetting, rank: int
 ) -> list[list[Section]]:
     """Train as one rank of the only island of several runs, and count.
 
     Args:
         run_files: The runs; their island is `ISLAND`.
-        has_outer: Whether each has an outer loop.
+        modes: Of each; empty: it has no outer loop.
         setting: What they were written of.
         rank: Of the island.
 
@@ -322,7 +351,7 @@ def measure(
         Sections of each run; none where the island has no such rank.
     """
     found: list[list[Section]] = []
-    for run_file, is_synchronised in zip(run_files, has_outer, strict=True):
+    for run_file, mode in zip(run_files, modes, strict=True):
         config = diloco.load_config(run_file, island=ISLAND)
         num_ranks = config.island.ranks
         if rank >= num_ranks:
@@ -331,7 +360,7 @@ def measure(
         if num_ranks > 1:
             at = f"file://{run_file.with_suffix('.store')}"
             dist.init_process_group("gloo", at, rank=rank, world_size=num_ranks)
-        found.append(_synchronise(config, rank, setting) if is_synchronised else _train(config))
+        found.append(_synchronise(config, rank, setting, mode) if mode else _train(config))
         if num_ranks > 1:
             dist.barrier()  # nobody ends while another still needs its connections
             dist.destroy_process_group()
@@ -367,11 +396,15 @@ def _train(config: Config) -> list[Section]:
     return [Section("step", each) for each in counts[_WARM_STEPS:]]
 
 
-def _synchronise(config: Config, rank: int, setting: DeviceSetting) -> list[Section]:
+def _synchronise(config: Config, rank: int, setting: DeviceSetting, mode: str) -> list[Section]:
     trainer = _CountedTrainer(config)
-    sections, copied = [], _IoCopies()
-    with diloco.connect(config) as connection, HostMemory(ISLAND, [rank]) as memory:
-        connection.io.post(copied.counter.watch)
+    sections, copied = [], _OtherCopies()
+    with (
+        diloco.connect(config) as connection,
+        HostMemory(ISLAND, [rank]) as memory,
+        _placed(mode.endswith(_ON_HOST), copied.computing.watch),
+    ):
+        connection.io.post(copied.answering.watch)
         with trainer.counter.counting():
             outer = diloco.DiLoCo(
                 trainer.model, config.outer, transport=connection, on_event=copied.hear
@@ -387,9 +420,27 @@ def _synchronise(config: Config, rank: int, setting: DeviceSetting) -> list[Sect
                 sections.append(section)
             sections += states.sections()
         states.checkpoints.end_training()
-        outer.finish()
+        with trainer.counter.counting():  # else the rooms of its sends would be nobody's
+            outer.finish()
         states.checkpoints.close()
     return [*sections, copied.section([fragment.numel for fragment in outer.plan.fragments])]
+
+
+@contextmanager
+def _placed(is_apart: bool, watch: Callable[[], Callable[[], None]]) -> Iterator[None]:
+    """Have lanes computed on the counted device by a watched thread, and kept there or not."""
+    found, thread = LaneShards.find_room, DeviceThread("lanes")
+    end = thread.submit(_DEVICE, watch).result()
+
+    def find_room(shards: LaneShards, num_vectors: int) -> None:
+        shards.place = LanePlace(_DEVICE, is_apart=is_apart, thread=thread)
+
+    LaneShards.find_room = find_room  # type: ignore
+    try:
+        yield
+    finally:
+        LaneShards.find_room = found  # type: ignore
+        thread.submit(_DEVICE, end).result()
 
 
 class _States:
@@ -471,13 +522,13 @@ def _largest_lane(outer: diloco.DiLoCo) -> int:
     return 4 * max(lane.numel for fragment in outer.plan.fragments for lane in fragment.lanes)
 
 
-class _IoCopies:
-    """What an IO thread copies between device and host from the first send to the flush."""
+class _OtherCopies:
+    """What other threads copy between device and host from the first send to the flush."""
 
     def __init__(self) -> None:
-        self.counter = DeviceCounter()
+        self.answering, self.computing = DeviceCounter(), DeviceCounter()
+        self._begun: DeviceCounts | None = None  # by when the run was entered: values
         self._counts: DeviceCounts | None = None
-        self._entered = DeviceCounts()  # by when the run was entered: values, weights of digests
         self._sent: list[int] = []
         self._staged: list[int] = []
 
@@ -485,29 +536,35 @@ class _IoCopies:
         """Take an event, in whichever thread it happens."""
         if self._counts is not None:
             return
-        if isinstance(event, PhaseDone) and event.phase == "decode":
+        if isinstance(event, PhaseDone) and event.phase == "gather" and self._begun is None:
+            self._begun = self._now()
+        elif isinstance(event, PhaseDone) and event.phase == "decode":
             self._staged.append(event.fragment_id)  # lanes so small are decoded together
         elif isinstance(event, FragmentSent):
-            if not self._sent:
-                self._entered = replace(self.counter.counts)
             self._sent.append(event.fragment_id)
             if event.is_flush:
-                self._counts = replace(self.counter.counts)
+                self._counts = self._now()
+
+    def _now(self) -> DeviceCounts:
+        counters = self.answering, self.computing
+        names = [each.name for each in fields(DeviceCounts)]
+        return DeviceCounts(
+            **{name: sum(getattr(each.counts, name) for each in counters) for name in names}
+        )
 
     def section(self, numels: Sequence[int]) -> Section:
         """Give the counts; `numels` are of the fragments."""
         assert self._counts is not None, "no fragment was sent for a flush"
-        counts = self._counts
+        assert self._begun is not None
+        moved = {
+            name: getattr(self._counts, name) - getattr(self._begun, name)
+            for name in ("bytes_down", "values_down", "bytes_up", "values_up")
+        }
         return Section(
             "exchange",
-            replace(
-                counts,
-                bytes_down=counts.bytes_down - self._entered.values_down,
-                bytes_up=counts.bytes_up - self._entered.bytes_up,
-            ),
+            DeviceCounts(**moved),
             sum(numels[p] for p in self._sent),
             sum(numels[p] for p in self._staged),
-            uncoded_bytes=counts.values_down - self._entered.values_down,
         )
 
 

@@ -27,7 +27,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -77,6 +77,7 @@ class DeviceCounts:
         bytes_down: Copied from the device to the host.
         values_down: Of these, bytes of float32 values.
         bytes_up: From the host to the device.
+        values_up: Of these, bytes of float32 values.
         launches: Operations on the device, views not counted.
         largest_bytes: Of a storage that was made, on either side.
     """
@@ -87,6 +88,7 @@ class DeviceCounts:
     bytes_down: int = 0
     values_down: int = 0
     bytes_up: int = 0
+    values_up: int = 0
     launches: int = 0
     largest_bytes: int = 0
 
@@ -98,6 +100,7 @@ class DeviceCounter:
         """Know of none."""
         self.counts = DeviceCounts()
         self._section = 0
+        self._is_watching = False
         self._made_on_device = True  # by a factory that no Python code calls
 
     def place(self, tensors: Iterable[Tensor]) -> None:
@@ -114,10 +117,16 @@ class DeviceCounter:
         with _Calls(self), _Operations(self):
             yield counts
 
-    def watch(self) -> None:
-        """Count what this thread does from now on, for good; in one section."""
-        _Calls(self).__enter__()  # type: ignore[no-untyped-call]
-        _Operations(self).__enter__()  # type: ignore[no-untyped-call]
+    def watch(self) -> Callable[[], None]:
+        """Count what this thread does from now on, in one section; returns what ends that, there.
+
+        What such a thread copies it waits for itself, before it shows it to others.
+        """
+        self._is_watching = True
+        modes = ExitStack()
+        modes.enter_context(_Calls(self))
+        modes.enter_context(_Operations(self))
+        return modes.close
 
     def is_on_device(self, tensor: Tensor) -> bool:
         """Whether a plain tensor is the device's."""
@@ -185,14 +194,16 @@ class DeviceCounter:
     ) -> None:
         """Count a copy between host and device."""
         num_bytes = source.numel() * source.element_size()
+        value_bytes = num_bytes * (source.dtype == torch.float32)
         if is_up:
             self.counts.bytes_up += num_bytes
+            self.counts.values_up += value_bytes
         else:
             self.counts.bytes_down += num_bytes
-            self.counts.values_down += num_bytes * (source.dtype == torch.float32)
+            self.counts.values_down += value_bytes
         if is_blocking:
             self.counts.sync_copies += 1
-        elif not is_up and target is not None:
+        elif not (is_up or target is None or self._is_watching):
             _labels(target)[_COPIED_IN] = self._section
 
     # -- what is computed --------------------------------------------------------------------------

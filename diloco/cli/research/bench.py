@@ -418,20 +418,21 @@ def device(rows: Rows = None) -> None:
     """Count what a training thread waits for its accelerator, without one.
 
     Real inner steps of a model of 0.1M parameters, on 1, 2 (FSDP2, TP) and 4 ranks over gloo, and
-    the outer loop's part of the same thread, scheduled and decoupled, with a real coordinator and
-    syncer. Tensors are labelled as the device's or the host's, and what would wait on CUDA counts.
-    About a minute. Rows are operations: step, idle (of the outer loop, nothing due), send,
-    merge, both (after one inner step, where no island waits), exchange (the IO thread, all rounds),
-    checkpoint, copy (of the inner state, in memory).
+    the outer loop's part of the same thread, scheduled, decoupled and keeping what was trained
+    since the send, lanes kept on the device and on the host, with a real coordinator and syncer.
+    Tensors are labelled as the device's or the host's, and what would wait on CUDA counts. Two
+    minutes. Rows are operations: step, idle (of the outer loop, nothing due), send, merge, both
+    (after one inner step, where no island waits), exchange (other threads, all rounds), checkpoint,
+    copy (of the inner state, in memory).
 
     Read "syncs": times at which the host asks for a value of the device; "sync copies": copies that
     block it; "late waits": figures of the step before, read once the next was launched; "/value":
-    bytes of all ranks over the values of the fragment; "new/lane": the largest storage that was
-    made after the first round, over the largest lane; "digest/value": values that the IO thread
-    copies to the host to hash them; "down/state": bytes over those of the state that is copied.
-    Bars: 0 and 0; of a send, a merge and the exchange also 0.6 bytes a value each way but for
-    digests, and of the first two nothing larger than a lane; of a checkpoint and a copy 1.001 of
-    the state, and after the first one nothing larger than 0.01 of a lane.
+    coded bytes of all ranks over the values of the fragment; "uncoded": float32 bytes likewise;
+    "new/lane": the largest storage that was made after the first round, over the largest lane;
+    "down/state": bytes over those of the state that is copied. Bars: 0 and 0; of a send, a merge
+    and the exchange also 0.6 coded bytes a value each way, none uncoded where lanes are kept on the
+    device, and of the first two nothing larger than a lane; of a checkpoint and a copy 1.001 of the
+    state, and after the first one nothing larger than 0.01 of a lane.
 
     Example: diloco bench device --rows step --require
     """
