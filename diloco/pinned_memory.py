@@ -58,7 +58,7 @@ class PinnedRooms:
     def take(self, numel: int) -> Tensor:
         """Return a vector, whose memory is the next one's when nobody holds a view of it any more.
 
-        Whoever copies from it without waiting holds it until the device has done that.
+        Code that copies from it without waiting holds it until the device has done that.
         """
         free = self._free[numel]
         try:
