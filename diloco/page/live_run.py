@@ -36,6 +36,7 @@ from diloco.page.run_view import (
     median_text,
     named,
     seconds,
+    waiting_figure,
 )
 from diloco.protos.control_pb2 import (
     AlarmStatus,
@@ -228,6 +229,7 @@ def _figures(reply: StatusReply) -> tuple[Figure, ...]:
             median_text((r.utilisation for r in at_work), ".1%"),
             "median of islands at work",
         ),
+        waiting_figure(island.last_report.blocked_s for island in reply.islands),
         *loss_figures(
             (r.loss_nats for r in at_work if r.loss_nats),
             held_out.get(newest),

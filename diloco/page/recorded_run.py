@@ -40,6 +40,7 @@ from diloco.page.run_view import (
     named,
     rate_text,
     seconds,
+    waiting_figure,
 )
 from diloco.transport.units import format_bytes, format_duration
 
@@ -444,6 +445,8 @@ class RecordedRun:
         if utilisation := [i.ended.utilisation for i in islands if i.ended]:
             text = median_text(utilisation, ".1%")
             figures.append(Figure("utilisation", text, "median of islands"))
+        waited = (i.ended.blocked_s if i.ended else i.blocked_s for i in islands)
+        figures.append(waiting_figure(waited))
         losses = [i.loss for i in islands if i.loss is not None]
         held_out = [i.held_out.last for i in islands if i.held_out.last is not None]
         worst = max(held_out, default=None)

@@ -321,6 +321,11 @@ def curve_views(curves: Mapping[str, Curve]) -> tuple[CurveView, ...]:
     return tuple(CurveView(name, curve.points) for name, curve in sorted(curves.items()))
 
 
+def waiting_figure(blocked_s: Iterable[float]) -> Figure:
+    """Show what islands have lost to waiting for the outer loop."""
+    return Figure("waited", seconds(sum(blocked_s)), "of training, all islands together")
+
+
 def loss_figures(losses: Iterable[float], held_out: float | None, note: str) -> tuple[Figure, ...]:
     """Show losses of islands, and that of published parameters; None: it is not known."""
     median = median_text(losses, ".4f")
