@@ -205,7 +205,9 @@ def test_the_flush_subtracts_the_mean() -> None:
         pytest.param({"momentum": 1.0}, r"momentum = 1\.0 must be in \[0, 1\)", id="momentum 1"),
         pytest.param({"momentum": -0.1}, r"momentum = -0\.1", id="negative momentum"),
         pytest.param({"momentum": float("nan")}, r"momentum = nan", id="NaN momentum"),
-        pytest.param({"last_momentum": 1.0}, r"momentum\[1\] = 1\.0 must be in", id="last momentum"),
+        pytest.param(
+            {"last_momentum": 1.0}, r"momentum\[1\] = 1\.0 must be in", id="last momentum"
+        ),
         pytest.param({"betas": (0.9, 1.0)}, r"betas\[1\] = 1\.0 must be in", id="beta"),
         pytest.param({"eps": 0.0}, r"eps = 0\.0 must be finite and > 0", id="eps"),
         pytest.param({"momentum_ramp_rounds": -1}, r"momentum_ramp_rounds = -1", id="ramp"),
