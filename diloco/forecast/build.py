@@ -21,17 +21,17 @@ from diloco.versions.publication import PublicationRules
 def build_publication_rules(config: Config) -> PublicationRules:
     """Give codecs, merge rule and outer optimizer: how contributions become a version."""
     outer = config.outer
+    full, first = outer.inner_steps_per_round, outer.first_inner_steps_per_round
+    momentum, last_momentum = outer.optimizer.momenta
     optimizer = OuterOptimizer(
         outer.optimizer.name,
         outer.optimizer.lr,
-        outer.optimizer.momentum,
-        num_rounds(
-            outer.optimizer.momentum_ramp_rounds * outer.inner_steps_per_round,
-            outer.inner_steps_per_round,
-            outer.first_inner_steps_per_round,
-        ),
+        momentum,
+        num_rounds(outer.optimizer.momentum_ramp_rounds * full, full, first),
         outer.optimizer.betas,
         outer.optimizer.eps,
+        last_momentum,
+        num_rounds(config.run.inner_steps, full, first),
     )
     merge = MergeRule(
         outer.merge_rule,

@@ -29,10 +29,12 @@ class OuterOptimizer:
     Attributes:
         name: nesterov, momentum, sgd or adam.
         lr: Outer learning rate, finite and > 0.
-        momentum: In [0, 1); of nesterov and momentum.
+        momentum: mu, in [0, 1); of nesterov and momentum.
         momentum_ramp_rounds: Rounds over which momentum grows from 0 to its value; 0 has no ramp.
         betas: Decay of the first and second moment, each in [0, 1); of adam.
         eps: Added to the root of the second moment, finite and > 0; of adam.
+        last_momentum: What momentum falls to, in [0, 1); None: it does not.
+        num_rounds: Rounds of the run, the flush among them; counts only where momentum falls.
     """
 
     name: Literal["nesterov", "momentum", "sgd", "adam"]
@@ -41,6 +43,8 @@ class OuterOptimizer:
     momentum_ramp_rounds: int
     betas: tuple[float, float] = (0.9, 0.95)
     eps: float = 0.1
+    last_momentum: float | None = None
+    num_rounds: int = 0
 
     def __post_init__(self) -> None:
         """Refuse impossible constants.
@@ -55,7 +59,11 @@ class OuterOptimizer:
             )
         for field, value, allowed, is_allowed in (
             ("lr", self.lr, "finite and > 0", math.isfinite(self.lr) and self.lr > 0),
-            ("momentum", self.momentum, "in [0, 1)", 0 <= self.momentum < 1),
+            *(
+                (field, mu, "in [0, 1)", 0 <= mu < 1)
+                for field, mu in (("momentum", self.momentum), ("momentum[1]", self.last_momentum))
+                if mu is not None
+            ),
             (
                 "momentum_ramp_rounds",
                 self.momentum_ramp_rounds,
@@ -77,14 +85,23 @@ class OuterOptimizer:
         return self.name == "adam"
 
     def momentum_at(self, version: int) -> float:
-        """Return mu_v = momentum * min(1, v / momentum_ramp_rounds).
+        """Return mu_v = m_v min(1, v / momentum_ramp_rounds).
+
+        m_v is momentum; where it falls, it does so linearly in the last F = floor(3 R / 10) of R
+        rounds, so that the last step before the flush, v = R - 2, has last_momentum:
+
+            m_v = momentum + (last_momentum - momentum) min(1, max(0, v + 2 + F - R) / F)
 
         Args:
             version: v, the fragment's version that the step starts from, >= 0.
         """
+        momentum, falling = self.momentum, 3 * self.num_rounds // 10
+        passed = min(falling, version + 2 + falling - self.num_rounds)
+        if self.last_momentum is not None and falling and passed > 0:
+            momentum += (self.last_momentum - momentum) * (passed / falling)
         if version >= self.momentum_ramp_rounds:
-            return self.momentum
-        return self.momentum * (version / self.momentum_ramp_rounds)
+            return momentum
+        return momentum * (version / self.momentum_ramp_rounds)
 
     @torch.no_grad()
     def step_(

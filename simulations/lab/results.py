@@ -229,7 +229,11 @@ def figure_of_experiment(found: Found) -> Figure:
     """Draw the rows: lines over x by series, or bars; whiskers are deviations over seeds."""
     config = found.experiment.config
     values = {row["row"]: row for row in table_of(found)}
-    figure = new_figure(7.0, 4.0)
+    width, height = 7.0, 4.0
+    if not config.axis:  # every bar has its name next to it
+        longest = max((len(name) for name in values), default=0)
+        width, height = max(width, 4.0 + 0.07 * longest), max(height, 1.0 + 0.16 * len(values))
+    figure = new_figure(width, height)
     axes = figure.subplots()
     label = _FIGURES[config.figure]
     if config.axis:

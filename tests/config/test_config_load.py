@@ -437,6 +437,12 @@ REFUSALS = [
     ("outer.round_deadline=nans", ['outer.round_deadline: "nans":']),
     ("outer.optimizer.lr=0", ["outer.optimizer.lr: 0:", "> 0"]),
     ("outer.optimizer.momentum=1", ["outer.optimizer.momentum: 1:", ">= 0 and < 1"]),
+    ("outer.optimizer.momentum=[0.8, 1]", ["momentum: [0.8, 1]:", "or a list of two"]),
+    (
+        "outer={preset='decoupled', inner_steps_per_round=9, num_fragments=1, "
+        "optimizer={momentum=[0.8, 0.5]}}",
+        ["optimizer.momentum: [0.8, 0.5]: falls by rounds", "give one number"],
+    ),
     ("outer.optimizer.name=rmsprop", ['outer.optimizer.name: "rmsprop":', 'or "adam"']),
     (
         "outer.optimizer={name='adam', momentum=0.9}",

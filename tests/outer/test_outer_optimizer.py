@@ -55,6 +55,17 @@ def test_momentum_grows_with_the_version(ramp: int, expected: list[float]) -> No
     assert [optimizer.momentum_at(v) for v in range(len(expected))] == expected
 
 
+def test_momentum_falls_in_the_last_rounds_and_arrives_at_the_last_outer_step() -> None:
+    # Of 14 rounds the last is the flush, and floor(14 * 3 / 10) = 4 steps before it fall.
+    optimizer = make(momentum=0.75, momentum_ramp_rounds=2, last_momentum=0.25, num_rounds=14)
+
+    momenta = [optimizer.momentum_at(version) for version in range(15)]
+
+    assert momenta == [0.0, 0.375, *[0.75] * 7, 0.625, 0.5, 0.375, 0.25, 0.25, 0.25]
+    # A run of fewer rounds than one of them to fall in keeps its momentum.
+    assert make(last_momentum=0.25, num_rounds=3).momentum_at(1) == 0.5
+
+
 def test_the_buffer_takes_in_the_pseudo_gradient_even_without_momentum() -> None:
     optimizer = make(momentum_ramp_rounds=2)
     theta, buffer = torch.tensor([1.0]), torch.tensor([6.0])
@@ -194,6 +205,9 @@ def test_the_flush_subtracts_the_mean() -> None:
         pytest.param({"momentum": 1.0}, r"momentum = 1\.0 must be in \[0, 1\)", id="momentum 1"),
         pytest.param({"momentum": -0.1}, r"momentum = -0\.1", id="negative momentum"),
         pytest.param({"momentum": float("nan")}, r"momentum = nan", id="NaN momentum"),
+        pytest.param(
+            {"last_momentum": 1.0}, r"momentum\[1\] = 1\.0 must be in", id="last momentum"
+        ),
         pytest.param({"betas": (0.9, 1.0)}, r"betas\[1\] = 1\.0 must be in", id="beta"),
         pytest.param({"eps": 0.0}, r"eps = 0\.0 must be finite and > 0", id="eps"),
         pytest.param({"momentum_ramp_rounds": -1}, r"momentum_ramp_rounds = -1", id="ramp"),
