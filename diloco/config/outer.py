@@ -107,9 +107,9 @@ class OuterOptimizerConfig(Section):
     at most 0.2 % more than with what does, in 30 and in 100 rounds; four lost 1.3 % less with 1.0,
     0.5 and no ramp in 30 (`diloco lab suite from-scratch`, with Muon's momentum at 0.95). Momentum
     pays off late and costs early, so it grows. At the end it costs again: with [0.8, 0.5] eight
-    islands lost 0.45 +- 0.37 % less after 100 rounds (three seeds), nothing after 30. That is not the
-    default, for only a scheduled run knows its rounds. DiLoCo (arXiv 2311.08105) has 0.7, 0.9 and
-    no ramp.
+    islands lost 0.45 +- 0.37 % less after 100 rounds (three seeds), nothing after 30. That is not
+    the default, for only a scheduled run knows its rounds. DiLoCo (arXiv 2311.08105) has 0.7, 0.9
+    and no ramp.
     """
 
     name: Policy[Literal["nesterov", "momentum", "sgd", "adam"]] = Field(
