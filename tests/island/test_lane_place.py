@@ -5,19 +5,24 @@ from __future__ import annotations
 import asyncio
 import logging
 import threading
+from collections import UserDict
+from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
 import torch
+from torch import Tensor
 
 from diloco.compression.base import from_bytes
 from diloco.device_thread import DeviceThread
+from diloco.island.exchange.checkpoint_state import FragmentCheckpoint, LaneCheckpoint
 from diloco.island.lanes.parameters import tensor_specs
 from diloco.island.lanes.place import LanePlace
 from diloco.island.lanes.shards import LaneShards
 from diloco.outer.fragments import make_plan
-from diloco.protocol.island.ledger import Outstanding
+from diloco.protocol.island.ledger import FragmentLedger, Outstanding
+from diloco.protocol.island.soundness import Reach
 from diloco.protocol.rounds.terms import RoundKey
 from tests.virtual_run import Setting, VirtualRun, descend
 
@@ -89,6 +94,48 @@ def test_the_loop_goes_on_while_a_contribution_is_made_and_a_late_one_is_not_sen
         (lane,) = exchange._fragments[0].sending.values()
         delta = from_bytes(lane.payload).view(torch.float32)
         assert delta[0] == 16.0 - 14.0, "of what was sent last"
+        await exchange.stop()
+        await run.kill_syncer()
+
+    asyncio.run(scenario())
+
+
+class SlowResiduals(UserDict[int, Tensor]):
+    """Residuals that take as long to read as large ones do."""
+
+    def __init__(self, of: Mapping[int, Tensor], gate: threading.Event) -> None:
+        super().__init__(of)
+        self.gate = gate
+
+    def __getitem__(self, lane_id: int) -> Tensor:
+        self.gate.wait(5.0)
+        return super().__getitem__(lane_id)
+
+
+def test_a_restored_fragment_is_entered_once_its_residuals_are_summed_up(tmp_path: Path) -> None:
+    setting = Setting({"w": [16.0] * 8}, descend, tmp_path, 8, islands=("a",), error_feedback=True)
+
+    async def scenario() -> None:
+        run, gate = VirtualRun(setting), threading.Event()
+        await run.start_syncer()
+        first = run.island("a")
+        await first.start()
+        captured: dict[int, LaneCheckpoint] = {}
+        await first.exchange.capture(captured)
+        await first.exchange.stop()
+        lanes = replace(captured[0], residual=SlowResiduals(captured[0].residual, gate))
+
+        exchange = run.island("a", 2, place=LanePlace(thread=DeviceThread("test"))).exchange
+        exchange.restore([FragmentCheckpoint(FragmentLedger(0, 0), lanes, Reach())], sent_by=1)
+        await exchange.wait_until_entered(0.2)
+        exchange._tasks.notify()
+        assert exchange.view(0).anchor_version == -1
+
+        gate.set()
+        await exchange.wait_until_entered(10.0)
+        fragment = exchange._fragments[0]
+        assert fragment.anchor_version == 0
+        assert not fragment.flipped() and fragment.residual_sums.keys() == {0}
         await exchange.stop()
         await run.kill_syncer()
 

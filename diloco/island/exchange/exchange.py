@@ -26,7 +26,7 @@ from diloco.island.exchange.calls import ExchangeRules, FragmentCalls, LinkParts
 from diloco.island.exchange.checkpoint_state import FragmentCheckpoint, LaneCheckpoint, StateLayout
 from diloco.island.exchange.contributions import Contributions
 from diloco.island.exchange.entry import FragmentEntry
-from diloco.island.exchange.fragment_state import IslandFragment
+from diloco.island.exchange.fragment_state import IslandFragment, bit_sums
 from diloco.island.exchange.retried_calls import SyncerReach
 from diloco.island.exchange.staging import Stager
 from diloco.island.exchange.syncer_link import SyncerLink
@@ -412,7 +412,9 @@ class Exchange:
             if fragment.is_followed:
                 await self._entry.check_restored(fragment, restored)
             version, lanes = restored.ledger.version, restored.lanes
-            await self._place.run(functools.partial(fragment.restore, version, lanes))
+            # In this loop at once: others see an anchor's version, and go on.
+            sums = await self._place.run(functools.partial(bit_sums, lanes.residual))
+            fragment.restore(version, lanes, sums)
         self._entered()
 
     def _start(self, sent_by: int = 0) -> None:

@@ -8,6 +8,7 @@ Source: PROTOCOL.md, "Counters and residuals" and "Staging".
 from __future__ import annotations
 
 import logging
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 import blake3
@@ -80,6 +81,11 @@ def carried(
         if residual is not None:
             delta.sub_(place.there(residual), alpha=decay)
     return delta
+
+
+def bit_sums(residual: Mapping[int, Tensor]) -> dict[int, int]:
+    """Return the `bit_sum` of each lane's residual."""
+    return {lane_id: bit_sum(values) for lane_id, values in residual.items()}
 
 
 @dataclass(slots=True)
@@ -198,11 +204,8 @@ class IslandFragment:
 
     def flipped(self) -> list[int]:
         """Find lanes whose residual is not what it was when it was made: a bit has flipped."""
-        return [
-            lane_id
-            for lane_id, residual in self.residual.items()
-            if bit_sum(residual) != self.residual_sums[lane_id]
-        ]
+        sums = bit_sums(self.residual)
+        return [lane_id for lane_id in sums if sums[lane_id] != self.residual_sums[lane_id]]
 
     def verdict(self) -> Verdict | None:
         """Say how what is outstanding ended; a refused one waits for the round's end."""
@@ -305,13 +308,14 @@ class IslandFragment:
             changes[lane_id] = change.sub_(place.there(self.anchor[lane_id]))
         return changes
 
-    def restore(self, version: int, lanes: LaneCheckpoint) -> None:
-        """Take over what was captured, but for what was outstanding."""
+    def restore(
+        self, version: int, lanes: LaneCheckpoint, residual_sums: Mapping[int, int]
+    ) -> None:
+        """Take over what was captured, but for what was outstanding; the sums are `bit_sum`s."""
         self.anchor, self.anchor_version = dict(lanes.anchor), version
         is_newest = self.state.version == version
         self.anchor_digests = tuple(self.state.lane_digests) if is_newest else ()
-        self.residual = dict(lanes.residual)
-        self.residual_sums = {lane_id: bit_sum(values) for lane_id, values in self.residual.items()}
+        self.residual, self.residual_sums = dict(lanes.residual), dict(residual_sums)
         self.broken_in_a_row = lanes.broken_in_a_row
 
     def begin_again(self) -> None:
