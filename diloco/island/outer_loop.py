@@ -368,6 +368,8 @@ class OuterLoop:
     def _sending(self, ledger: FragmentLedger, *, is_flush: bool) -> Waits[None]:
         reason = self.check.before_send(ledger, self.inner_step, is_flush=is_flush)
         is_tried = self.check.is_tried(ledger, reason)
+        if self._parts.shards.place.is_apart:  # there is room for one at a time
+            yield self.exchange.wait_until_made()
         self.merging.send(
             ledger, self.inner_step, is_flush=is_flush, reason=reason, is_tried=is_tried
         )

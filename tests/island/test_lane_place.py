@@ -140,3 +140,57 @@ def test_a_restored_fragment_is_entered_once_its_residuals_are_summed_up(tmp_pat
         await run.kill_syncer()
 
     asyncio.run(scenario())
+
+
+def test_a_flush_of_lanes_that_are_kept_apart_takes_room_for_one_fragment(tmp_path: Path) -> None:
+    setting = Setting(
+        {name: [16.0] * 2 for name in "uvwx"},
+        descend,
+        tmp_path,
+        8,
+        islands=("a",),
+        num_fragments=4,
+        step_s=0.01,
+        flush=True,
+    )
+
+    async def scenario() -> None:
+        run = VirtualRun(setting)
+        await run.start_syncer()
+        place = LanePlace(is_apart=True, thread=DeviceThread("test"))
+        island = run.island("a", place=place)
+        await asyncio.wait_for(island.run(), 20.0)
+
+        assert len(island.kinds("fragment_sent")) > 4
+        assert len(island.session._parts.shards._rooms) == 1
+        await island.exchange.stop()
+        await run.kill_syncer()
+
+    asyncio.run(scenario())
+
+
+class FullDevice(LanePlace):
+    """A device that has no room now and then."""
+
+    is_full = False
+
+    def there(self, values: Tensor) -> Tensor:
+        if self.is_full:
+            raise torch.OutOfMemoryError("no room")
+        return super().there(values)
+
+
+def test_lanes_that_are_kept_apart_and_find_no_room_ahead_are_merged_all_the_same() -> None:
+    parameters = {"w": torch.zeros(300, requires_grad=True)}
+    plan = make_plan(tensor_specs(parameters), num_fragments=1)
+    shards = LaneShards(plan, parameters, group=None)
+    shards.place = place = FullDevice(is_apart=True)
+    lanes = {i: torch.full_like(lane, 2.0) for i, lane in shards.collect(0).items()}
+
+    place.is_full = True
+    shards.prefetch(0, lanes)
+    place.is_full = False
+    shards.distribute(0, lanes, 0.0)
+
+    assert shards.prefetches_without_room() == len(lanes)
+    assert parameters["w"].unique().tolist() == [2.0]

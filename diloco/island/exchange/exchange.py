@@ -304,6 +304,10 @@ class Exchange:
         fragment = self._fragments[sent.key.fragment_id]
         self._contributions.send(fragment, sent, local, limits, is_tried=is_tried, free=free)
 
+    async def wait_until_made(self) -> None:
+        """Wait until contributions that were posted are made, and their lanes' memory is free."""
+        await self._contributions.made()
+
     async def tried(self, fragment_id: int, into: dict[int, Tensor]) -> None:
         """Put the lanes with half of what is held back into `into`, after what was posted."""
         into.update(await self._contributions.tried(self._fragments[fragment_id]))

@@ -74,8 +74,7 @@ class _Ahead:
     """Lanes that are kept apart, and their copies, which a stream makes where they are passed."""
 
     lanes: Mapping[int, Tensor]
-    there: dict[int, Tensor]
-    side: SideStream
+    there: Mapping[int, Tensor]
 
 
 class LaneShards:
@@ -116,6 +115,7 @@ class LaneShards:
         self._parameters = dict(parameters)
         self.place = LanePlace()
         self._ahead: _Ahead | None = None
+        self._side: SideStream | None = None
         self._rooms: list[Tensor] = []  # each for what is carried of any fragment, nobody's now
         self._slabs: dict[bool, Tensor] = {}  # by whether they are sent
         self._group = group
@@ -250,11 +250,12 @@ class LaneShards:
             `reuse`.
         """
         numels = self._lane_numels(fragment_id)
-        room = (
-            self._rooms.pop()
-            if self._rooms
-            else torch.empty(self._most_carried, device=self.device)
-        )
+        if not numels:
+            room = torch.empty(0, device=self.device)
+        elif self._rooms:
+            room = self._rooms.pop()
+        else:
+            room = torch.empty(self._most_carried, device=self.device)
         parts = torch.split(room[: sum(numels.values())], list(numels.values()))
         lanes = dict(zip(numels, parts, strict=True))
         with record_function("diloco/collect"):
@@ -293,10 +294,9 @@ class LaneShards:
         """
         if self.place.is_apart:
             if self._ahead is None or self._ahead.lanes is not lanes:
-                there: dict[int, Tensor] = {}
-                self._ahead = _Ahead(lanes, there, SideStream(self.device))
+                self._ahead = None  # gives room before more is taken
                 with record_function("diloco/prefetch"):
-                    self._ahead.side.submit(lambda: there.update(self._there(lanes)))
+                    self._ahead = _Ahead(lanes, self._copied_ahead(lanes))
             return
         is_there = self._prefetched is not None and self._prefetched.lanes is lanes
         if is_there or not self._is_away or self.device != _CPU:
@@ -309,6 +309,21 @@ class LaneShards:
                 device = self._in_parameter(copy).device
                 uploads.append((copy, self._uploading.submit(device, self._upload, values, device)))
         self._prefetched = _Prefetched(lanes, uploads)
+
+    def _copied_ahead(self, lanes: Mapping[int, Tensor]) -> Mapping[int, Tensor]:
+        """Copy lanes to where they are passed, next to training; without room give what is there.
+
+        On one stream: what an allocator has kept for one is of no use to another.
+        """
+        if self._side is None:
+            self._side = SideStream(self.device)
+        there: dict[int, Tensor] = {}
+        try:
+            self._side.submit(lambda: there.update(self._there(lanes)))
+        except torch.OutOfMemoryError:
+            self._num_without_room += len(lanes)
+            return lanes
+        return there
 
     def _upload(self, values: Tensor, device: torch.device) -> Tensor:
         """Copy to a device; where there is no room for it, give what is there: it merges later."""
@@ -397,7 +412,8 @@ class LaneShards:
         Values are on `device`, or where the lanes are; theirs until the next, or if they are kept.
         """
         if self._ahead is not None and self._ahead.lanes is lanes:
-            self._ahead.side.precede()
+            assert self._side is not None, "nothing was copied ahead"
+            self._side.precede()
             lanes, self._ahead = self._ahead.there, None
         lanes = self._there(lanes)
         for held, carried in self._distribute[fragment_id]:
