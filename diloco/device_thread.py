@@ -110,8 +110,9 @@ class DeviceThread:
                 self._stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
             with torch.cuda.stream(self._stream):
                 self._stream.wait_event(written)
-                result = work(*args, **kwargs)
-            self._stream.synchronize()
-            return result
+                try:
+                    return work(*args, **kwargs)
+                finally:  # also where it fails: nobody uses memory again that it still writes to
+                    self._stream.synchronize()
 
         return self._pool.submit(on_stream)

@@ -6,9 +6,10 @@ import asyncio
 import logging
 import threading
 from collections import UserDict
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -16,6 +17,7 @@ from torch import Tensor
 
 from diloco.compression.base import from_bytes
 from diloco.device_thread import DeviceThread
+from diloco.errors import AggregationError
 from diloco.island.exchange.checkpoint_state import FragmentCheckpoint, LaneCheckpoint
 from diloco.island.lanes.parameters import tensor_specs
 from diloco.island.lanes.place import LanePlace
@@ -194,3 +196,67 @@ def test_lanes_that_are_kept_apart_and_find_no_room_ahead_are_merged_all_the_sam
 
     assert shards.prefetches_without_room() == len(lanes)
     assert parameters["w"].unique().tolist() == [2.0]
+
+
+def test_contributions_that_are_made_too_late_count_as_broken_all_the_same(tmp_path: Path) -> None:
+    setting = Setting({"w": [16.0] * 8}, descend, tmp_path, 8, islands=("a",))
+
+    async def scenario() -> None:
+        run = VirtualRun(setting)
+        await run.start_syncer()
+        thread, gate = DeviceThread("test"), threading.Event()
+        island = run.island("a", place=LanePlace(thread=thread))
+        await island.start()
+        thread.submit(CPU, gate.wait, 10.0)
+        for attempt in range(3):
+            sent = Outstanding(RoundKey(0, 0, 0, attempt), 4, 4, 4, is_flush=False)
+            island.exchange.send(sent, {0: torch.full((128,), torch.nan)})
+            island.exchange.settle(0, is_merged=False, is_included=False)
+        gate.set()
+        await island.exchange.wait_until_made()
+
+        assert isinstance(island.exchange.failure, AggregationError)
+        assert not island.exchange._fragments[0].decline_reason, "of a round that is over"
+        await island.exchange.stop()
+        await run.kill_syncer()
+
+    asyncio.run(scenario())
+
+
+class StagingMeanwhile(LanePlace):
+    """A place at which a version is staged while the third work is done."""
+
+    num_done = 0
+    stage: Callable[[], None]
+
+    async def run(self, work: Callable[[], Any]) -> Any:
+        done = await super().run(work)
+        self.num_done += 1
+        if self.num_done == 3:
+            self.stage()
+        return done
+
+
+def test_what_is_staged_while_an_anchor_is_mended_is_measured(tmp_path: Path) -> None:
+    setting = Setting({"w": [16.0] * 8}, descend, tmp_path, 8, islands=("a",))
+
+    async def scenario() -> None:
+        run = VirtualRun(setting)
+        await run.start_syncer()
+        place = StagingMeanwhile()
+        island = run.island("a", place=place)
+        await island.start()
+        fragment = island.exchange._fragments[0]
+        sound = fragment.anchor[0]
+        fragment.anchor = {0: sound + 100.0}
+        place.num_done = 0
+        place.stage = lambda: fragment.stage({0: sound - 3.0}, 1, 103.0)
+
+        await island.exchange.verify_anchors()
+
+        assert torch.equal(fragment.anchor[0], sound)
+        assert fragment.staged_change == 3.0
+        await island.exchange.stop()
+        await run.kill_syncer()
+
+    asyncio.run(scenario())

@@ -76,7 +76,7 @@ class Contributions:
         self._tasks = parts.tasks
         self._on_event = parts.on_event
         self._place = parts.place
-        self._making: dict[int, asyncio.Task[None]] = {}
+        self._making = set[asyncio.Task[None]]()
         self._submits: dict[int, list[asyncio.Task[None]]] = {}
         self.unsound_at, self.unsound = -1, ""
 
@@ -101,9 +101,11 @@ class Contributions:
             free: Called when `local` is not read any more.
         """
         self._begin(fragment, sent)
-        self._making[fragment.fragment_id] = self._tasks.spawn(
+        making = self._tasks.spawn(
             self._make(fragment, sent, local, limits, is_tried=is_tried, free=free)
         )
+        self._making.add(making)
+        making.add_done_callback(self._making.discard)
 
     async def _make(
         self,
@@ -137,18 +139,20 @@ class Contributions:
             self._emit_phase("encode", sent.key, lane_id, began)
         free()
         norm = math.hypot(*norms)
-        if fragment.outstanding is not sent:  # its round has expired meanwhile
-            self._on_event(_sent_event(sent, norm))
-        elif beyond:
+        if beyond:
             self._decline_unsound(fragment, sent, norm, beyond)
-        elif math.isfinite(norm):
-            fragment.broken_in_a_row = 0
-            fragment.sending = sending
-            fragment.held_back = _sent_event(sent, norm)
-            if not is_tried:
-                self.release(fragment, "")
-        else:
+            return
+        if not math.isfinite(norm):
             self._decline_broken(fragment, sent, norm)
+            return
+        fragment.broken_in_a_row = 0
+        told = _sent_event(sent, norm)
+        if fragment.outstanding is not sent:  # its round has expired meanwhile
+            self._on_event(told)
+            return
+        fragment.sending, fragment.held_back = sending, told
+        if not is_tried:
+            self.release(fragment, "")
 
     def _lane(
         self,
@@ -191,9 +195,9 @@ class Contributions:
         return _MadeLane(norm, "", lane, has_flipped)
 
     async def made(self) -> None:
-        """Wait until everything that is being made is made."""
-        if making := [each for each in self._making.values() if not each.done()]:
-            await asyncio.wait(making)
+        """Wait until everything that is being made is made, also for rounds that are over."""
+        if self._making:
+            await asyncio.wait(self._making)
 
     async def tried(self, fragment: IslandFragment) -> dict[int, Tensor]:
         """Give the lanes that hold something back, with half of it taken off their anchor.
@@ -320,8 +324,9 @@ class Contributions:
         self, fragment: IslandFragment, sent: Outstanding, norm: float, reason: str
     ) -> None:
         """Decline, and let the training thread know that what it trained is not sound."""
-        fragment.sending = {}
-        self._start_decline(fragment, sent, reason)
+        if fragment.outstanding is sent:  # else its round has expired meanwhile
+            fragment.sending = {}
+            self._start_decline(fragment, sent, reason)
         self._on_event(_sent_event(sent, norm, reason))
         self.unsound_at, self.unsound = sent.sent_at_inner_step, reason
 

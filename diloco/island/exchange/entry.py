@@ -29,6 +29,7 @@ from diloco.island.exchange.staging import (
 )
 from diloco.protos import fragment_pb2 as wire
 from diloco.tasks import wait_for
+from diloco.transport.contracts import Buffer
 
 logger = logging.getLogger(__name__)
 
@@ -73,7 +74,7 @@ class FragmentEntry:
             self._tasks.spawn(self._give(p, state.wanted_version, lane_id, values))
 
     async def _give(self, fragment_id: int, version: int, lane_id: int, values: Tensor) -> None:
-        payload = to_bytes(values.cpu())  # all lanes at once: not to memory that stays pinned
+        payload = await self._payload(values)
         ack = await self._calls.upload(fragment_id, lane_id, payload, published=version)
         if ack.is_fenced:
             raise self._calls.fenced(ack.message)
@@ -138,12 +139,18 @@ class FragmentEntry:
                 logger.error("the anchor of fragment %d, lane %d, is damaged: %s", p, lane_id, gone)
                 continue
             fragment.anchor = {**fragment.anchor, lane_id: fetched}
-            largest = functools.partial(
-                largest_change_of, fragment.anchor, fragment.staged, self._place
-            )
-            fragment.staged_change = await self._place.run(largest)
+            await self._measure_staged(fragment)
             mended.append(lane_id)
         return mended
+
+    async def _measure_staged(self, fragment: IslandFragment) -> None:
+        """Find the largest change that what is staged makes to a value of the anchor."""
+        staged: Mapping[int, Tensor] | None = None
+        while fragment.staged is not staged:  # another is staged meanwhile
+            staged = fragment.staged
+            largest = functools.partial(largest_change_of, fragment.anchor, staged, self._place)
+            change = await self._place.run(largest)
+        fragment.staged_change = change
 
     async def until_steady(
         self, initial: Mapping[int, Mapping[int, Tensor]], *, but_damaged: bool = False
@@ -193,12 +200,16 @@ class FragmentEntry:
         return fragment.state.is_founded if self._on_arrival else fragment.is_steady
 
     async def _upload(self, fragment_id: int, lane_id: int, values: Tensor) -> None:
-        payload = to_bytes(values.cpu())  # all lanes at once: not to memory that stays pinned
+        payload = await self._payload(values)
         ack = await self._calls.upload(fragment_id, lane_id, payload)
         if ack.is_fenced:
             raise self._calls.fenced(ack.message)
         if not ack.is_accepted:
             raise CodecError(f"initial parameters of fragment {fragment_id}: {ack.message}")
+
+    async def _payload(self, values: Tensor) -> Buffer:
+        # All lanes at once: not to memory that stays pinned.
+        return await self._place.run(lambda: to_bytes(values.cpu()))
 
     async def _take_published(self, fragment: IslandFragment, own: Mapping[int, Tensor]) -> None:
         """Make the newest version the anchor; where it is gone meanwhile, the one after it."""

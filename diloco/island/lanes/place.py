@@ -81,7 +81,7 @@ class LanePlace:
         """Copy values from anywhere to where they are kept; likewise."""
         if self.is_apart:
             return self._rooms.take(values.numel()).copy_(values, non_blocking=True)
-        return values.to(self.device).clone(memory_format=torch.contiguous_format)
+        return values.to(self.device, copy=True, memory_format=torch.contiguous_format)
 
     async def run(self, work: Callable[[], _T]) -> _T:
         """Return what some work returns, or raise what it raises; done in order.
