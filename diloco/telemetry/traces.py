@@ -2,7 +2,7 @@
 
     round            of the syncer, from the opening to the durable version, or to the expiry
       collect, grace, commit    until there is a quorum, for stragglers, from the close on
-      exchange       of an island, from the send to the merge
+      exchange       of an island, from the send to the merge, or to the expiry
         gather, upload, merge ...    its phases
 
 Trace and first span of a round are a hash of run, timeline, fragment and version: processes that
@@ -24,7 +24,13 @@ from typing import TYPE_CHECKING, Any, cast
 import blake3
 
 from diloco.extras import is_installed
-from diloco.telemetry.events import Event, FragmentMerged, FragmentSent, PhaseDone
+from diloco.telemetry.events import (
+    Event,
+    FragmentMerged,
+    FragmentSent,
+    PhaseDone,
+    RoundExpiredSeen,
+)
 from diloco.telemetry.round_events import RoundClosed, RoundExpired, RoundOpened
 from diloco.telemetry.sinks import BackgroundSink, Sink
 
@@ -37,7 +43,7 @@ logger = logging.getLogger(__name__)
 
 _WHERE = ("OTEL_EXPORTER_OTLP_TRACES_ENDPOINT", "OTEL_EXPORTER_OTLP_ENDPOINT")
 _EXPORTER = "opentelemetry.exporter.otlp.proto.http.trace_exporter"
-#: Rounds and exchanges that are under way at most; further ones have no span.
+#: Rounds that are under way at most; of further ones the first are forgotten.
 _MOST_OPEN = 4096
 
 #: A round: its fragment, and the version that it is made from.
@@ -103,7 +109,7 @@ class TraceSink:
         self._service, self._name, self._unix_clock = service, name, unix_clock
         self._context = dict(context)
         self._opened: dict[_Round, float] = {}
-        self._exchanges: dict[_Round, Span] = {}
+        self._exchanges: dict[int, tuple[_Round, Span]] = {}  # one of a fragment at a time
 
     def open(self) -> None:
         """Begin to export, by the variables of OpenTelemetry: where to, how much, which headers."""
@@ -136,12 +142,14 @@ class TraceSink:
                 self._expired(event, now)
             case FragmentSent():
                 round_ = event.fragment_id, event.version
-                _bounded(self._exchanges)[round_] = self._begin("exchange", now, round_, event)
+                # One that is left was made late: its round was over.
+                self._end_exchange(event.fragment_id, now, "expired", 0.0)
+                span = self._begin("exchange", now, round_, event)
+                self._exchanges[event.fragment_id] = round_, span
             case FragmentMerged():
-                span = self._exchanges.pop((event.fragment_id, event.version - 1), None)
-                if span is not None:
-                    span.set_attributes({"outcome": event.outcome, "blocked_s": event.blocked_s})
-                    span.end(_ns(now))
+                self._end_exchange(event.fragment_id, now, event.outcome, event.blocked_s)
+            case RoundExpiredSeen():
+                self._end_exchange(event.fragment_id, now, "expired", event.blocked_s)
             case PhaseDone():
                 self._phase(event, now)
             case _:
@@ -150,6 +158,12 @@ class TraceSink:
     def close(self) -> None:
         """Export what is left."""
         self._provider.shutdown()
+
+    def _end_exchange(self, fragment_id: int, now: float, outcome: str, blocked_s: float) -> None:
+        if fragment_id in self._exchanges:
+            _, span = self._exchanges.pop(fragment_id)
+            span.set_attributes({"outcome": outcome, "blocked_s": blocked_s})
+            span.end(_ns(now))
 
     def _closed(self, event: RoundClosed, now: float) -> None:
         round_ = event.fragment_id, event.version
@@ -172,8 +186,9 @@ class TraceSink:
 
     def _phase(self, event: PhaseDone, now: float) -> None:
         round_ = event.fragment_id, event.version
-        exchange = self._exchanges.get(round_)
-        parent = self._of(round_) if exchange is None else _context(exchange)
+        parent = self._of(round_)
+        if (exchange := self._exchanges.get(event.fragment_id)) and exchange[0] == round_:
+            parent = _context(exchange[1])
         self._between(event.phase, now - event.duration_s, now, round_, parent, lane=event.lane_id)
 
     def _round(self, round_: _Round, event: RoundClosed, began: float, now: float) -> None:
@@ -240,7 +255,7 @@ def _context(span: Span) -> Context:
     return set_span_in_context(span)
 
 
-def _bounded(under_way: dict[_Round, Any]) -> dict[_Round, Any]:
+def _bounded(under_way: dict[_Round, float]) -> dict[_Round, float]:
     """Forget what began first where there is too much: its end was not heard."""
     while len(under_way) >= _MOST_OPEN:
         del under_way[next(iter(under_way))]

@@ -7,6 +7,7 @@ import sys
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import ClassVar
@@ -16,7 +17,13 @@ from opentelemetry.proto.collector.trace.v1.trace_service_pb2 import ExportTrace
 from opentelemetry.proto.trace.v1.trace_pb2 import Span
 
 from diloco.telemetry import traces
-from diloco.telemetry.events import Event, FragmentMerged, FragmentSent, PhaseDone
+from diloco.telemetry.events import (
+    Event,
+    FragmentMerged,
+    FragmentSent,
+    PhaseDone,
+    RoundExpiredSeen,
+)
 from diloco.telemetry.round_events import RoundClosed, RoundExpired, RoundOpened
 from diloco.telemetry.sinks import Sink
 from diloco.telemetry.traces import traces_to
@@ -90,6 +97,10 @@ def test_a_syncer_and_its_islands_write_one_trace_of_a_round(
                     101.0: [FragmentSent(8, 3, 7, 0, 64, 8, False, 1.0)],
                     103.0: [PhaseDone("upload", 3, 7, 2, 1.5)],
                     112.0: [merged, merged],
+                    113.0: [FragmentSent(11, 3, 8, 0, 64, 8, False, 1.0)],
+                    114.0: [RoundExpiredSeen(12, 3, 8, 0, 0.5)],
+                    115.0: [FragmentSent(12, 3, 8, 1, 64, 8, False, 1.0)],
+                    116.0: [replace(merged, version=12, outcome="not_included")],
                 },
             )
         rounds: dict[float, list[Event]] = {
@@ -99,7 +110,7 @@ def test_a_syncer_and_its_islands_write_one_trace_of_a_round(
         }
         write(sink_of("diloco-syncer", "syncer-0"), clock, rounds)
 
-    of_name = {(who["service.instance.id"], s.name): s for who, s in Collector.taken}
+    of_name = {(who["service.instance.id"], s.name): s for who, s in reversed(Collector.taken)}
     assert {name for _, name in of_name} == {
         "round", "collect", "grace", "commit", "exchange", "upload", "expired attempt",
     }  # fmt: skip
@@ -113,6 +124,9 @@ def test_a_syncer_and_its_islands_write_one_trace_of_a_round(
         assert (exchange.parent_span_id, upload.parent_span_id) == (root.span_id, exchange.span_id)
         assert upload.end_time_unix_nano - upload.start_time_unix_nano == 1_500_000_000
         assert exchange.end_time_unix_nano == 112 * 10**9
+        own = [s for who, s in Collector.taken if who["service.instance.id"] == name]
+        ends = [s.end_time_unix_nano // 10**9 for s in own if s.name == "exchange"]
+        assert sorted(ends) == [112, 114, 116], "also of what expired, and was leapt over"
     expired = of_name["syncer-0", "expired attempt"]
     assert expired.trace_id != root.trace_id and expired.status.message == "late"
     assert of_name["syncer-0", "grace"].parent_span_id == root.span_id
