@@ -251,7 +251,7 @@ def _alarms(view: RunView) -> Text:
     """Say what is wrong, and what to type; `AlarmRow.command` has nothing that is not a word."""
     lines = [
         Text.assemble(
-            (f"{alarm.kind}, ", "bold red" if alarm.holds else "yellow"),
+            _said(f"{alarm.kind}, ", "bold red" if alarm.holds else "yellow"),
             _said(f"{alarm.about}: {alarm.text} ({alarm.when})"),
             (f"\n  $ {alarm.command}" if alarm.command else "", "bold"),
         )

@@ -27,8 +27,9 @@ def watch(
 ) -> None:
     """Show a run on a screen in the terminal: what diloco page shows in a browser, without one.
 
-    What goes on in one sentence, alarms with the command that they name, islands, losses, the
-    timeline of fragments, events and configuration; keys are at the bottom. It changes nothing.
+    What goes on in one sentence, alarms with the command that they name, islands and their
+    links, losses, the timeline of fragments, events and configuration; keys are at the bottom. It
+    changes nothing.
 
     A coordinator is asked once a second, as by diloco status, with the same --certs and --tokens;
     of a state directory the events are read, as they are written. In scripts and logs use diloco
