@@ -314,10 +314,11 @@ class FragmentCopy:
         """
         p = self._fragment.fragment_id
         durable.make_directory_durably(self._staging)
-        lacking = [file for name, file in wanted.items() if not file.is_at(self._staging / name)]
-        needed, self.total_bytes = map(_num_bytes, (lacking, wanted.values()))
+        lacking = {n: file for n, file in wanted.items() if not file.is_at(self._staging / n)}
+        needed, self.total_bytes = map(_num_bytes, (lacking.values(), wanted.values()))
         self.copied_bytes = self.total_bytes - needed
-        needed -= sum(path.stat().st_size for path in self._staging.rglob("*.tmp"))
+        begun = {file.unfinished_at(self._staging / name) for name, file in lacking.items()}
+        needed -= sum(path.stat().st_size for path in begun if path.exists())
         if needed > (free := shutil.disk_usage(self._staging).free):
             raise ConfigError(
                 f"{format_bytes(needed)} are needed and {format_bytes(free)} are free below "

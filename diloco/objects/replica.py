@@ -40,7 +40,7 @@ from diloco.errors import ConfigError, Fenced
 from diloco.objects.chain import OPENED, Chain, Read
 from diloco.objects.reusable import ReusableObjects
 from diloco.objects.store import ObjectLost, ObjectStore, StoreAway
-from diloco.objects.stored_file import Part, StoredFile, composed, gaps
+from diloco.objects.stored_file import UNFINISHED, Part, StoredFile, composed, gaps
 from diloco.versions.record import RecordSection
 
 logger = logging.getLogger(__name__)
@@ -56,8 +56,7 @@ _ATTEMPTS = 3
 _LOOKS = 20
 #: Of objects that nothing names any more, a few of which are no matter.
 _LEAST_DROPPED_BYTES = 64 << 20
-#: Of a file that has not got its name yet; what is here of one is read so many bytes at a time.
-_UNFINISHED = ".tmp"
+#: Of what is here of a file that comes, bytes that are read at a time.
 _READ_BYTES = 1 << 20
 _FILES, _ROWS, _JOURNAL = "files", "rows", "journal"
 
@@ -438,7 +437,7 @@ class Replica:
         """
         file, path = self._files[name], self.root / name
         durable.make_directory_durably(path.parent)
-        fresh = path.with_name(f"{path.name}.{file.digest[:16]}{_UNFINISHED}")
+        fresh = file.unfinished_at(path)
         for _ in range(_ATTEMPTS):
             descriptor, digest, at = durable.go_on(fresh, mode=file.mode), blake3.blake3(), 0
             try:
@@ -747,7 +746,7 @@ class Replica:
         return relative.as_posix() if self._is_kept(relative) else None
 
     def _is_kept(self, relative: Path) -> bool:
-        is_whole = bool(relative.parts) and relative.suffix != _UNFINISHED
+        is_whole = bool(relative.parts) and relative.suffix != UNFINISHED
         return is_whole and self._is_tracked(relative)
 
 

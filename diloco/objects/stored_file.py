@@ -19,6 +19,8 @@ _SMALL_BYTES = 16 << 10
 _VERIFIED_BYTES = 16 << 20
 _HEAD_BYTES = 64
 _READ_BYTES = 1 << 20
+#: Of a file that has not got its name yet.
+UNFINISHED = ".tmp"
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,6 +72,10 @@ class StoredFile:
                 found[part.start] = at, part
             at += part.num_bytes
         return [found[start] for start in sorted(found)]
+
+    def unfinished_at(self, path: Path) -> Path:
+        """Where a fetch keeps what has come of it, until that is whole and gets the name `path`."""
+        return path.with_name(f"{path.name}.{self.digest[:16]}{UNFINISHED}")
 
     def parts_from(self, start: int) -> Iterator[Part]:
         """Give what holds the file from a byte on."""
