@@ -124,6 +124,7 @@ def test_a_timeline_shows_phases_by_signs_and_what_was_published_last() -> None:
     drawn = timeline(bars, marks, end_s=10.0, span_s=10.0, width=10)
 
     assert drawn.plain.split("\n") == [" 0 ─────███│ ", "12 ??? x     "]
+    assert len(drawn.spans) == 4, "a piece for each style, and none for each sign"
 
 
 def test_a_curve_goes_from_the_highest_to_the_lowest_and_fills_gaps() -> None:
