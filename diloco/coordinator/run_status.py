@@ -433,7 +433,8 @@ class RunStatus:
             away=[*self.away, *self.silent_syncers],
             moves=self.moves,
         )
-        reply.islands.extend(map(self.island_status, membership.members))
+        for island in membership.members:  # in place: a thousand would be copied twice
+            self._describe(island, reply.islands.add())
         for _, seen in sorted(self._fragments.items()):
             fragment = FragmentStatus()
             fragment.CopyFrom(seen.fragment)
@@ -487,20 +488,23 @@ class RunStatus:
 
     def island_status(self, island: str) -> IslandStatus:
         """How one island stands, without its grant."""
+        self._describe(island, status := IslandStatus())
+        return status
+
+    def _describe(self, island: str, status: IslandStatus) -> None:
         membership, seen = self._membership, self._islands.get(island)
         member, now = membership.members[island], loop_now()
         lease = membership.members.lease_of(island)
-        status = IslandStatus(
-            island=island,
-            incarnation=member.incarnation,
-            island_slot=member.slot,
-            lease=lease,
-        )
+        status.island, status.incarnation = island, member.incarnation
+        status.island_slot, status.lease = member.slot, lease
         if lease in (Lease.ACTIVE, Lease.DRAINING):
             status.lease_left_s = self._leases.left_s(island, now)
         if seen is not None:
             status.last_report.CopyFrom(seen.report)
             status.last_report.ClearField("grant")
-            status.last_report.ClearField("position_json")  # of all islands: no message holds them
+            # Of all islands and all fragments no message holds them.
+            status.last_report.ClearField("position_json")
+            if status.last_report.HasField("cut"):
+                status.last_report.cut.ClearField("versions")
+                status.last_report.cut.ClearField("text_json")
             status.report_age_s = now - seen.at
-        return status

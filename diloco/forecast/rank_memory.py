@@ -147,14 +147,16 @@ def forecast_rank(
     carriers = min(carriers or island.ranks, island.ranks, num_lanes or island.ranks)
     # Whole lanes are dealt.
     share = math.ceil(num_lanes / carriers) / num_lanes if num_lanes else 1 / carriers
+    carried = _most_carried(config.outer, carriers, largest_fragment)
+    added_bytes = 4 * carried if config.outer.local_mix == "since_send" else 0
     return RankForecast(
         **most,
         outer_host_bytes=round(_outer_host_bytes(config, num_values, largest_fragment) * share)
-        + _added_bytes(config.outer, carriers, largest_fragment),
+        + added_bytes,
         carriers=carriers,
         carrier_hosts=min(carriers, island.carrier_hosts or hosts, hosts),
         outer_device_bytes=_outer_device_bytes(config, island, shapes, largest_fragment),
-        computed_device_bytes=round(4 * PASSING * largest_fragment * share),
+        computed_device_bytes=4 * PASSING * carried,
         checkpoint_copy_bytes=_checkpoint_copy_bytes(config, shapes)
         * island.mesh.dp_replicate
         // island.ranks,
@@ -390,8 +392,6 @@ def _outer_host_bytes(config: Config, num_values: int, largest_fragment: int) ->
     return round(num_values * lasting + moving)
 
 
-def _added_bytes(outer: OuterConfig, num_ranks: int, largest_fragment: int) -> int:
-    """Bytes of a carrier for what one merge adds."""
-    if outer.local_mix != "since_send":
-        return 0
-    return 4 * largest_fragment * math.ceil(outer.num_lanes / num_ranks) // outer.num_lanes
+def _most_carried(outer: OuterConfig, num_carriers: int, largest_fragment: int) -> int:
+    """Count the values of the largest fragment that one rank carries: those of whole lanes."""
+    return largest_fragment * math.ceil(outer.num_lanes / num_carriers) // outer.num_lanes

@@ -16,7 +16,7 @@ from diloco.protocol.run.peer_bounds import MOST_LINK_BPS
 from diloco.protos.control_pb2 import LinkUse, SyncerLinkUse
 from diloco.telemetry.link_figures import Growth
 from diloco.transport.addresses import split_address
-from diloco.transport.tcp_counters import can_count, round_trip_s
+from diloco.transport.tcp_counters import can_count, round_trips_s
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,18 +78,19 @@ class LinkReport:
         settings, span_s = self._settings, self._moved.span_s
         bps = [min(8 * n / span_s, MOST_LINK_BPS) if span_s else 0.0 for n in self._moved.growth]
         bps = bps or [0.0, 0.0] * len(exchange.peers)  # all ranks have not summed up yet
+        trips_s = self._round_trips_s()
         return LinkUse(
             interval_s=span_s,
             syncers=[
                 SyncerLinkUse(
                     up_bps=up_bps,
                     down_bps=down_bps,
-                    round_trip_s=self._round_trip_s(peer),
+                    round_trip_s=trip_s,
                     failed_calls=failed,
                     recent_failed_calls=recent,
                 )
-                for peer, up_bps, down_bps, failed, recent in zip(
-                    exchange.peers,
+                for trip_s, up_bps, down_bps, failed, recent in zip(
+                    trips_s,
                     bps[::2],
                     bps[1::2],
                     exchange.failed_calls,
@@ -102,9 +103,13 @@ class LinkReport:
             has_bucket=settings.has_bucket,
         )
 
-    def _round_trip_s(self, peer: str) -> float:
-        """Give the round trip to a syncer; 0: not known."""
-        measured_s = 0.0
-        with contextlib.suppress(ValueError):  # of an address that is no HOST:PORT
-            measured_s = round_trip_s([split_address(peer)]) if can_count() else 0.0
-        return measured_s + self._settings.added_s if measured_s else 0.0
+    def _round_trips_s(self) -> list[float]:
+        """Give the round trip to each syncer; 0: not known."""
+        places: list[tuple[str, int] | None] = []
+        for peer in self._exchange.peers:
+            places.append(None)
+            with contextlib.suppress(ValueError):  # of an address that is no HOST:PORT
+                places[-1] = split_address(peer)
+        measured = round_trips_s({place for place in places if place}) if can_count() else {}
+        added_s = self._settings.added_s
+        return [measured[each] + added_s if each in measured else 0.0 for each in places]

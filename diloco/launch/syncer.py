@@ -406,7 +406,7 @@ class _Process:
 
         metrics = MetricsServer(
             address,
-            lambda: syncer_metrics(syncer.states, syncer.meter, syncer_epoch=self.epoch),
+            lambda: list(syncer_metrics(syncer.states, syncer.meter, syncer_epoch=self.epoch)),
             setting="telemetry.syncer_metrics",
             protection=metrics_protection(self.config, self.security),
         )

@@ -444,7 +444,7 @@ class Replica:
                 while here := durable.read_at(descriptor, at, _READ_BYTES):
                     digest.update(here)
                     at += len(here)
-                self._on_piece(at)
+                    self._on_piece(len(here))  # of a large file this takes minutes
                 for piece in self._pieces(file, at):
                     digest.update(piece)
                     at += durable.write_at(descriptor, at, piece)

@@ -70,7 +70,8 @@ class MetricsServer:
 
         Args:
             listen: HOST:PORT, port 0 for any free one; empty: serve nothing.
-            collect: Called in the event loop in which `start` was awaited.
+            collect: Called in the event loop in which `start` was awaited; what it gives is gone
+                through in the thread of the scrape, and may take as long as it likes.
             setting: Dotted name of the setting that says `listen`, for the message.
             protection: What a scrape must show, and what it is shown.
             busy_s: Seconds for which a busy port is tried again: its last owner may be ending.
@@ -240,7 +241,7 @@ def _handler(registry: CollectorRegistry, token: str) -> type[BaseHTTPRequestHan
 
 
 class _OnLoop(Collector):
-    """Collects in the event loop, whose objects belong to no other thread."""
+    """Asks in the event loop, whose objects belong to no other thread."""
 
     def __init__(
         self, loop: asyncio.AbstractEventLoop, collect: Callable[[], Iterable[Metric]]
@@ -249,8 +250,8 @@ class _OnLoop(Collector):
         self._collect = collect
 
     def collect(self) -> Iterable[Metric]:
-        async def collect() -> list[Metric]:
-            return list(self._collect())
+        async def collect() -> Iterable[Metric]:
+            return self._collect()
 
         return asyncio.run_coroutine_threadsafe(collect(), self._loop).result(_COLLECT_S)
 
@@ -372,18 +373,20 @@ def _island_metrics(islands: Sequence[IslandStatus]) -> Iterator[Metric]:
 
 def _link_metrics(told: Sequence[tuple[str, ReportRequest]]) -> Iterator[Metric]:
     both = ["island", "syncer"]
-    links = [
-        ([island, str(syncer)], use)
-        for island, report in told
-        for syncer, use in enumerate(report.link.syncers)
-    ]
+
+    def each(read: Callable[[SyncerLinkUse], float], *, with_zeros: bool = True) -> _Samples:
+        """Give samples one by one: in lists of 16,000, garbage is looked for while all wait."""
+        for island, report in told:
+            for syncer, use in enumerate(report.link.syncers):
+                if with_zeros or read(use):
+                    yield (island, str(syncer)), read(use)
+
     for name, what, read in _LINK_GAUGES:
-        yield _gauge(f"island_{name}", what, both, [(labels, read(use)) for labels, use in links])
-    trips = [(labels, use.round_trip_s) for labels, use in links if use.round_trip_s]
+        yield _gauge(f"island_{name}", what, both, each(read))
+    trips = each(lambda s: s.round_trip_s, with_zeros=False)
     yield _gauge("island_round_trip_seconds", "To the syncer and back", both, trips)
-    failed = [(labels, float(use.failed_calls)) for labels, use in links]
     what = "Attempts of calls of the first rank that broke, since its start"
-    yield _counter("island_failed_calls", what, both, failed)
+    yield _counter("island_failed_calls", what, both, each(lambda s: float(s.failed_calls)))
 
 
 # -- the syncer --------------------------------------------------------------------------------

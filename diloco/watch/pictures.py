@@ -5,6 +5,7 @@ A character is a moment, and a row a fragment; eight heights of a block are a cu
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterable, Iterator, Sequence
 
 from rich.text import Text
@@ -53,8 +54,14 @@ def timeline(
         if mark.kind in _MARKS and begin_s <= mark.at <= end_s:
             put(mark.fragment_id, mark.at, mark.at, _MARKS[mark.kind])
     digits = len(str(max(rows, default=0)))
-    lines = [Text.assemble(f"{p:>{digits}} ", *rows[p]) for p in sorted(rows)]
+    lines = [Text.assemble(f"{p:>{digits}} ", *_joined(rows[p])) for p in sorted(rows)]
     return Text("\n").join(lines)
+
+
+def _joined(signs: Iterable[tuple[str, str]]) -> Iterator[tuple[str, str]]:
+    """Join neighbours of one style: each piece takes time to draw."""
+    for style, some in itertools.groupby(signs, lambda sign: sign[1]):
+        yield "".join(sign for sign, _ in some), style
 
 
 def curve(points: Sequence[tuple[float, float]], width: int) -> str:

@@ -16,6 +16,7 @@ from textual.binding import Binding, BindingType
 from textual.containers import VerticalScroll
 from textual.widget import Widget
 from textual.widgets import DataTable, Footer, Input, Static, TabbedContent, TabPane
+from textual.widgets.data_table import ColumnKey
 
 from diloco.bounded_text import bounded_text
 from diloco.page.network import fullest
@@ -60,7 +61,11 @@ class Rows(DataTable[Text]):
             self.add_column(name, key=name)
 
     def show(self, rows: Table) -> None:
-        """Show these rows, by a key of each, in their order."""
+        """Show these rows, by a key of each, in their order.
+
+        Columns become wider with what they hold, and narrower with other rows alone: textual would
+        measure all cells of the column for each one that is narrower now.
+        """
         if [*self._shown] != [*rows]:
             self.clear()
             for key, row in rows.items():
@@ -69,7 +74,8 @@ class Rows(DataTable[Text]):
             for key, row in rows.items():
                 for name, was, cell in zip(self._names, self._shown[key], row, strict=True):
                     if was != cell:
-                        self.update_cell(key, name, cell, update_width=True)
+                        width = self.columns[ColumnKey(name)].content_width
+                        self.update_cell(key, name, cell, update_width=cell.cell_len > width)
         self._shown = rows
 
 

@@ -6,6 +6,7 @@ import asyncio
 import json
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -14,6 +15,7 @@ from diloco.coordinator.island_service import ISLAND_STATES
 from diloco.island.registration import IslandState
 from diloco.protos import control_pb2 as control
 from diloco.transport.errors import FrameError, Unauthorised
+from diloco.transport.framing import MAX_HEADER_BYTES
 from diloco.transport.identity import Identity
 from tests.coordinator_in_memory import (
     SECRET,
@@ -441,6 +443,33 @@ def test_an_operators_terminal_is_shown_no_state_but_ours(state: str, play: Play
         with pytest.raises(FrameError, match="a report's state is"):
             await coord.report(east, state=state)
         assert (await coord.report(east, state="training")).stop is False
+
+    play(story)
+
+
+def test_the_status_of_a_thousand_islands_and_16_syncers_fits_into_a_header(play: Play) -> None:
+    async def story(coord: CoordinatorInMemory) -> None:
+        east, _ = await joined(coord)
+        use = control.SyncerLinkUse(
+            up_bps=1.5e9, down_bps=1.5e9, round_trip_s=0.08, failed_calls=300, recent_failed_calls=3
+        )
+        link = control.LinkUse(
+            interval_s=10.1, syncers=[use] * 16, up_capacity_bps=1e10, down_capacity_bps=1e10
+        )
+        versions, drawn = range(1000, 1200), json.dumps({"east": {"drawn": {"web": 1 << 40}}})
+        cut = control.CutPart(number=3, inner_step=120_000, versions=versions, text_json=drawn)
+        losses = [control.HeldOut(checkpoint=n << 17, nats_per_byte=0.8) for n in range(1, 5)]
+        figures: dict[str, Any] = {"loss_nats": 2.3, "tokens_per_s": 1e5, "utilisation": 0.95}
+        figures |= {"step_s": 9.8, "left_s": 1e6, "mfu": 0.4, "inner_step": 1 << 20}
+        figures |= dict.fromkeys(("tokens", "bytes_up", "bytes_down"), 10**14)
+        figures |= dict.fromkeys(("resident_bytes", "device_bytes"), 10**11)
+        await coord.report(east, state="training", link=link, cut=cut, held_out=losses, **figures)
+
+        (told,) = [i for i in coord.coordinator.status().islands if i.island == "east"]
+
+        assert told.last_report.link == link
+        of_fragments = 200 * 600  # with 16 names of contributors, and 16 that are waited for
+        assert 1000 * (told.ByteSize() + 16) + of_fragments < 0.8 * MAX_HEADER_BYTES
 
     play(story)
 

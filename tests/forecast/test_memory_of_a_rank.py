@@ -1,6 +1,7 @@
 """The memory that a plan foresees for a rank, against what one really takes."""
 
 import math
+from collections import Counter
 from pathlib import Path
 
 import pytest
@@ -15,7 +16,10 @@ from diloco.config.load import load_config
 from diloco.config.mesh import MeshConfig
 from diloco.errors import ConfigError
 from diloco.forecast.forecast import forecast
-from diloco.forecast.rank_memory import check_host_memory, memory_of
+from diloco.forecast.rank_memory import check_host_memory, forecast_rank, memory_of
+from diloco.island.lanes.carriers import carriers_of
+from diloco.island.lanes.routes import PASSING
+from diloco.outer.fragments import TensorSpec, make_plan
 from diloco.trainer.models.model import parameter_shapes
 from diloco.trainer.parallel.mesh import make_mesh
 from tests.distributed import run_ranks
@@ -170,6 +174,23 @@ def test_the_outer_loop_takes_of_a_device_what_is_on_its_way():
     assert halved.outer_device_bytes == copied.outer_device_bytes // 2
     ahead = plan_of("outer.local_mix=0", "outer.overlap_steps=2")
     assert copied.outer_device_bytes < ahead.outer_device_bytes < ahead.parameter_bytes
+
+
+def test_computing_with_lanes_takes_of_a_device_what_find_room_asks_for():
+    """A rank that carries lanes of a fragment carries whole ones, however many ranks there are."""
+    east = ("ranks=8", "mesh={dp_shard=8}", "tokens_per_inner_step=256")
+    overrides = [*(f"islands.east.{setting}" for setting in east), "outer.num_lanes=2"]
+    config = load_config(DEMO, overrides, island="east")
+    fragment = make_plan([TensorSpec("w", (1024, 128))], num_fragments=1, num_lanes=2).fragments[0]
+    carriers = carriers_of([fragment], range(8))
+    numels = Counter()
+    for lane in fragment.lanes:
+        numels[carriers[0, lane.lane_id]] += lane.numel
+
+    rank = forecast_rank(config, config.island, fragment.numel, num_lanes=48)
+
+    assert rank.carriers == 8
+    assert rank.computed_device_bytes == 4 * PASSING * max(numels.values())
 
 
 def test_what_is_not_kept_or_half_as_wide_takes_less():

@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from typing import TypeVar
 
 import pytest
 import torch
 from torch import Tensor
 
 from diloco.compression.base import to_bytes
+from diloco.compression.lanes import lane_codec
 from diloco.island.exchange.staging import stage_lanes
 from diloco.island.lanes.place import LanePlace
 from diloco.outer.fragments import TensorSpec, make_plan
@@ -20,6 +22,7 @@ from diloco.versions.publication import lane_blake3
 from diloco.versions.value_digest import lane_digest, version_digest
 
 FRAGMENT = make_plan([TensorSpec("a", (2048, 128))], num_fragments=1, num_lanes=16).fragments[0]
+_T = TypeVar("_T")
 LANES: dict[int, Tensor] = {lane.lane_id: torch.full((lane.numel,), 1.0) for lane in FRAGMENT.lanes}
 
 
@@ -86,3 +89,56 @@ def test_a_payload_of_no_known_codec_is_healed_by_whole_lanes(codec: str) -> Non
 
     assert all(torch.equal(lanes[n], LANES[n]) for n in LANES)
     assert heard == [*(DigestMismatch(0, 1, n) for n in LANES), STAGED]
+
+
+class Late(LanePlace):
+    """Holds that nothing is computed before `syncer` has been asked for all of it."""
+
+    def __init__(self, syncer: Stepping) -> None:
+        super().__init__()
+        self.syncer = syncer
+
+    async def run(self, work: Callable[[], _T]) -> _T:
+        assert self.syncer.asked == [2, 3, 4], "lanes would wait on the device for a payload"
+        return await super().run(work)
+
+
+class Stepping(Syncer):
+    """Retains payloads in int8, the same of every version."""
+
+    def __init__(self, delta: Tensor) -> None:
+        super().__init__("int8")
+        self.asked: list[int] = []
+        codecs = (lane_codec("int8", FRAGMENT, n) for n in LANES)
+        self._payload = torch.cat([codec.encode(delta) for codec in codecs])
+
+    async def fetch(
+        self, fragment_id: int, version: int, lane_ids: Sequence[int], *_: object, **__: object
+    ) -> tuple[wire.FetchReply, Buffer]:
+        assert list(lane_ids) == list(LANES)
+        self.asked.append(version)
+        reply = wire.FetchReply(status=wire.FETCH_STATUS_OK, codec="int8")
+        return reply, to_bytes(self._payload)
+
+
+def test_lanes_of_an_island_far_behind_wait_on_no_device_for_payloads() -> None:
+    delta = torch.arange(-8192.0, 8192.0) / 8192
+    syncer, codec = Stepping(delta), lane_codec("int8", FRAGMENT, 0)
+    step = codec.decode(codec.encode(delta), delta.numel())
+    expected = step + step + step
+    staging = stage_lanes(
+        syncer,  # type: ignore[arg-type]
+        {lane_id: torch.zeros_like(values) for lane_id, values in LANES.items()},
+        fragment=FRAGMENT,
+        base=1,
+        version=4,
+        digests=[lane_digest(expected)] * len(LANES),
+        codec="int8",
+        place=Late(syncer),
+        on_event=lambda event: None,
+    )
+
+    lanes, change = asyncio.run(staging)
+
+    assert all(torch.equal(lane, expected) for lane in lanes.values())
+    assert change == float(expected.abs().max())

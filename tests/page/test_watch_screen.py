@@ -77,14 +77,22 @@ class Changing:
 
 
 def test_what_changes_is_seen_and_where_one_reads_stays(monkeypatch: pytest.MonkeyPatch) -> None:
-    rows = [IslandRow(f"i{n:04d}", "training", "good", inner_step="1") for n in range(1000)]
+    rows = [
+        IslandRow(f"i{n:04d}", "training", "good", inner_step="1", loss="10.5") for n in range(1000)
+    ]
     events = tuple(EventRow(float(n), "step", "", f"event {n}") for n in range(10_000))
     first = RunView("run", "here", True, "running", "good", "All train.", 9.0, islands=tuple(rows))
+    rows = [replace(row, loss="9.5") for row in rows]
     rows[500] = replace(rows[500], inner_step="2")
     away = replace(
         first, islands=tuple(rows), events=events, problem="the coordinator does not answer"
     )
     monkeypatch.setattr(screen, "LOOK_S", 0.01)
+
+    def measured_whole(*_: object) -> None:
+        raise AssertionError("a column is measured for a cell: a million cells of 1,000 rows")
+
+    monkeypatch.setattr(DataTable, "get_column", measured_whole)
 
     async def look() -> None:
         app = WatchScreen(Changing(away), first)
@@ -116,6 +124,7 @@ def test_a_timeline_shows_phases_by_signs_and_what_was_published_last() -> None:
     drawn = timeline(bars, marks, end_s=10.0, span_s=10.0, width=10)
 
     assert drawn.plain.split("\n") == [" 0 ─────███│ ", "12 ??? x     "]
+    assert len(drawn.spans) == 4, "a piece for each style, and none for each sign"
 
 
 def test_a_curve_goes_from_the_highest_to_the_lowest_and_fills_gaps() -> None:

@@ -7,6 +7,7 @@ import socket
 import threading
 import urllib.error
 import urllib.request
+from collections.abc import Iterator
 
 import pytest
 from prometheus_client import CollectorRegistry, Metric, generate_latest
@@ -62,7 +63,7 @@ def status() -> StatusReply:
         link=LinkUse(
             up_capacity_bps=80.0,
             syncers=[
-                SyncerLinkUse(up_bps=8.0, down_bps=16.0, round_trip_s=0.06, failed_calls=3),
+                SyncerLinkUse(up_bps=8.0, down_bps=16.0, round_trip_s=0.0625, failed_calls=3),
                 SyncerLinkUse(up_bps=24.0),
             ],
         ),
@@ -131,7 +132,7 @@ def test_coordinator_tells_of_run_islands_and_fragments() -> None:
         "diloco_island_uplink_bytes_per_second{island=east,syncer=1}": 3,
         "diloco_island_downlink_bytes_per_second{island=east,syncer=0}": 2,
         "diloco_island_downlink_bytes_per_second{island=east,syncer=1}": 0,
-        "diloco_island_round_trip_seconds{island=east,syncer=0}": 0.06,
+        "diloco_island_round_trip_seconds{island=east,syncer=0}": 0.0625,
         "diloco_island_failed_calls_total{island=east,syncer=0}": 3,
         "diloco_island_failed_calls_total{island=east,syncer=1}": 0,
         "diloco_fragment_version{fragment=0}": 3,
@@ -255,12 +256,18 @@ def serve(collect, check) -> None:
     asyncio.run(run())
 
 
-def test_scrape_collects_on_the_loop_and_has_nothing_of_the_global_registry() -> None:
+def test_a_scrape_asks_on_the_loop_and_makes_its_samples_in_a_thread_of_its_own() -> None:
+    """Of a thousand islands and 16 syncers making the samples takes a fifth of a second."""
     threads: list[threading.Thread] = []
+    made: list[threading.Thread] = []
 
-    def collect() -> list[Metric]:
+    def samples_of(metrics: list[Metric]) -> Iterator[Metric]:
+        made.append(threading.current_thread())
+        yield from metrics
+
+    def collect() -> Iterator[Metric]:
         threads.append(threading.current_thread())
-        return one_gauge()
+        return samples_of(one_gauge())
 
     async def check(address: str) -> None:
         text = await scrape(address)
@@ -272,6 +279,7 @@ def test_scrape_collects_on_the_loop_and_has_nothing_of_the_global_registry() ->
     serve(collect, check)
 
     assert threads == [threading.main_thread()] * 2
+    assert len(made) == 2 and threading.main_thread() not in made
     assert not any(name.startswith("diloco") for name in REGISTRY._names_to_collectors)
 
 

@@ -1,7 +1,8 @@
 """How long a coordinator of many islands stands still: its real handlers and journal, no network.
 
 All islands are in this process and call the handlers at fixed times, as reports come over a
-network: each once a second, with new positions of the text once an inner step. Next to them a task
+network: each once a second, with what its link to each syncer does, and with new positions of the
+text once an inner step. Next to them a task
 wakes up every millisecond; how late it is says how long the event loop stood still. On a machine
 with other work it is late for that alone: see the row "idle".
 
@@ -9,6 +10,7 @@ with other work it is late for that alone: see the row "idle".
     reports    of all islands, whose journal is on the disk
     page       the same, and the page of the run asks for its state once a second, as it does for
                however many look (`diloco page`)
+    metrics    reports, and Prometheus scrapes the coordinator every five seconds
     cut        reports, and each island brings its part of a run checkpoint
     plan       the same, and one island after the other joins with a large plan that is not the
                run's: reading it is a thread's work, of which single calls keep Python's lock
@@ -22,7 +24,8 @@ import json
 import secrets
 import tempfile
 import time
-from collections.abc import Sequence
+import urllib.request
+from collections.abc import AsyncIterator, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from statistics import median, quantiles
@@ -30,6 +33,7 @@ from typing import Any
 
 from diloco.coordinator.daemon import Coordinator
 from diloco.coordinator.journal import Journal
+from diloco.extras import require
 from diloco.outer.fragments import TensorSpec, make_plan
 from diloco.protocol.run.claims import Claims
 from diloco.protocol.run.members import MembershipRules
@@ -41,15 +45,17 @@ from diloco.protos.control_pb2 import (
     Grant,
     JoinReply,
     JoinRequest,
+    LinkUse,
     ReportReply,
     ReportRequest,
+    SyncerLinkUse,
 )
 from diloco.report.rows import Column, Report, Requirement, Watch, matching
 from diloco.transport.calls.loopback import LoopbackNetwork
 from diloco.transport.contracts import PROTOCOL_VERSION, Transport
 from diloco.transport.errors import Overloaded
 
-_RUN, _WAKE_S = "bench-coordinator", 0.001
+_RUN, _WAKE_S, _SCRAPE_S = "bench-coordinator", 0.001, 5.0
 _COLUMNS = (
     Column("row", "row"),
     Column("calls", "calls", ",d"),
@@ -66,6 +72,7 @@ class CoordinatorSetting:
 
     Attributes:
         num_islands: Of the run, which merges on arrival.
+        num_syncers: To which each says what its link does.
         seconds: Of reports in each row.
         report_s: Between two reports of an island.
         step_s: Between two positions that differ.
@@ -75,6 +82,7 @@ class CoordinatorSetting:
     """
 
     num_islands: int = 1000
+    num_syncers: int = 16
     seconds: float = 20.0
     report_s: float = 1.0
     step_s: float = 13.0
@@ -84,6 +92,7 @@ class CoordinatorSetting:
             "idle": 20.0,
             "reports": 50.0,
             "page": 50.0,
+            "metrics": 50.0,
             "cut": 50.0,
             "plan": 500.0,
         }
@@ -145,10 +154,40 @@ async def _measure(setting: CoordinatorSetting, row: str, place: Path) -> dict[s
         if row == "cut":
             journal.write(entries := membership.cut())
             membership.apply(entries)
-        figures = await calls.measure(row)
+        async with _scraped(coordinator) if row == "metrics" else contextlib.nullcontext():
+            figures = await calls.measure(row)
         watching.cancel()
         await server.stop(0.0)
     return {"row": row, **figures}
+
+
+@contextlib.asynccontextmanager
+async def _scraped(coordinator: Coordinator) -> AsyncIterator[None]:
+    """Scrape what the coordinator knows every `_SCRAPE_S`, as Prometheus does."""
+    require("the row metrics of diloco bench coordinator", "prometheus_client")
+    from diloco.telemetry.prometheus import MetricsServer, coordinator_metrics
+
+    server = MetricsServer(
+        "127.0.0.1:0", lambda: coordinator_metrics(coordinator.status()), setting="bench"
+    )
+
+    def scrape() -> None:
+        with urllib.request.urlopen(f"http://{server.address}/metrics", timeout=60.0) as reply:
+            reply.read()
+
+    async def scraping() -> None:
+        while True:
+            await asyncio.to_thread(scrape)
+            await asyncio.sleep(_SCRAPE_S)
+
+    await server.start(is_restart=False)
+    task = asyncio.create_task(scraping())
+    try:
+        yield
+        assert not task.done(), task
+    finally:
+        task.cancel()
+        await server.stop()
 
 
 class _Calls:
@@ -160,6 +199,8 @@ class _Calls:
         self._grants: list[Grant] = []
         self._took_s: list[float] = []
         self._asked: set[int] = set()  # islands whose part of the checkpoint is missing
+        use = SyncerLinkUse(up_bps=1.5e9, down_bps=1.5e9, round_trip_s=0.08, failed_calls=300)
+        self._link = LinkUse(interval_s=10.1, syncers=[use] * setting.num_syncers)
 
     async def join_all(self, names: Sequence[str]) -> None:
         plan = packed(_plan(1))
@@ -219,6 +260,7 @@ class _Calls:
             grant=self._grants[island],
             state="training",
             inner_step=drawn,
+            link=self._link,
             position_json=json.dumps({"revision": 0, "slots": {str(island): word}}),
         )
         if island in self._asked and drawn > share:

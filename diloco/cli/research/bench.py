@@ -216,10 +216,12 @@ def coordinator(rows: Rows = None) -> None:
     """Time how long a coordinator of 1,000 islands stands still.
 
     Its real handlers and its journal on this disk, without a network: all islands report once a
-    second and have new positions of the text every 13 s; in turn nothing else happens, a page
-    (diloco page) asks for the state, all bring their parts of a run checkpoint, and islands join
-    one after the other with a plan of 47,000 tensors that is not the run's. Two minutes; other load
-    on the machine shows in "idle". A page may add 2 % of a core.
+    second, with the link to each of 16 syncers, and have new positions of the text every 13 s; in
+    turn nothing else happens, a page
+    (diloco page) asks for the state, Prometheus scrapes it, all bring their parts of a run
+    checkpoint, and islands join one after the other with a plan of 47,000 tensors that is not the
+    run's. Two minutes and a half; other load on the machine shows in "idle". A page may add 2 % of
+    a core.
 
     Read "longest stall": the longest time for which the event loop answered nobody; "loop busy":
     CPU time of its thread over wall time, the islands' share included.

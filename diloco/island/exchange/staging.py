@@ -174,9 +174,12 @@ async def _stage_together(
     staged, change = dict[int, Tensor](), 0.0
     if base is not None:
         with contextlib.suppress(VersionGone):  # then whole, or that is gone, too
-            stepping = _Stepping({lane_id: anchor[lane_id] for lane_id in lane_ids}, place)
-            await _step(calls, stepping, fragment, base, version, lane_ids, place, on_event)
-            staged, change = await place.run(lambda: stepping.verified(digests))
+            payloads = await _payloads(calls, fragment, base, version, lane_ids, on_event)
+            began = loop_now()
+            own = {lane_id: anchor[lane_id] for lane_id in lane_ids}
+            step = functools.partial(_stepped, own, payloads, fragment, digests, place)
+            staged, change = await place.run(step)
+            on_event(_phase("decode", fragment, version, lane_ids, began))
             for lane_id in lane_ids:
                 if lane_id not in staged:
                     on_event(DigestMismatch(fragment.fragment_id, version, lane_id))
@@ -202,59 +205,58 @@ async def _stage_together(
     return {**staged, **fetched}, len(missing), change
 
 
-class _Stepping:
-    """Lanes on their way from their anchor to a later version; all methods compute."""
-
-    def __init__(self, anchor: Mapping[int, Tensor], place: LanePlace) -> None:
-        self._place = place
-        self._anchor = self._values = anchor
-        self._is_there = False
-
-    def step(self, codec: str, payload: Buffer, fragment: Fragment) -> None:
-        """Apply the payloads of one version; lanes are left out that cannot be stepped."""
-        if not self._is_there:
-            self._anchor = {n: self._place.there(lane) for n, lane in self._anchor.items()}
-            self._values, self._is_there = self._anchor, True
-        with record_function("diloco/decode"):
-            here = from_bytes(payload).to(self._place.device)
-            steps = list(_steps(codec, here, self._values, fragment, list(self._anchor)))
-        self._values = {lane_id: stepped for lane_id, stepped in steps if stepped is not None}
-
-    def verified(self, digests: Sequence[bytes]) -> tuple[dict[int, Tensor], float]:
-        """Return the lanes that match their digests, kept, and the largest change."""
-        lanes, change = {}, 0.0
-        for lane_id, values in self._values.items():
-            if lane_digest(values) == digests[lane_id]:
-                lanes[lane_id] = self._place.kept(values)
-                change = max(change, largest_change(self._anchor[lane_id], values))
-        return lanes, change
-
-
-async def _step(
+async def _payloads(
     calls: FragmentCalls,
-    stepping: _Stepping,
     fragment: Fragment,
     base: int,
     version: int,
     lane_ids: Sequence[int],
-    place: LanePlace,
     on_event: Callable[[Event], None],
-) -> None:
-    """Apply one payload after the other.
+) -> list[tuple[str, Buffer]]:
+    """Fetch the payloads of all versions after the base, each with its codec.
+
+    Together they are smaller than the lanes (`is_smaller`), which wait for none on a device.
 
     Raises:
         VersionGone: If the syncer retains one of them no more.
     """
     numel = sum(fragment.lanes[lane_id].numel for lane_id in lane_ids)
+    payloads = []
     for step in range(base + 1, version + 1):
         began = loop_now()
         reply, payload = await _fetch(
             calls, fragment.fragment_id, step, lane_ids, wire.FETCH_KIND_PAYLOAD, numel
         )
         on_event(_phase("fetch", fragment, step, lane_ids, began))
-        began = loop_now()
-        await place.run(functools.partial(stepping.step, reply.codec, payload, fragment))
-        on_event(_phase("decode", fragment, step, lane_ids, began))
+        payloads.append((reply.codec, payload))
+    return payloads
+
+
+def _stepped(
+    anchor: Mapping[int, Tensor],
+    payloads: Iterable[tuple[str, Buffer]],
+    fragment: Fragment,
+    digests: Sequence[bytes],
+    place: LanePlace,
+) -> tuple[dict[int, Tensor], float]:
+    """Apply the payloads of one version after the other.
+
+    Returns:
+        The lanes that match their digests, kept, and the largest change.
+    """
+    anchor = {lane_id: place.there(lane) for lane_id, lane in anchor.items()}
+    values = anchor
+    for codec, payload in payloads:
+        with record_function("diloco/decode"):
+            here = from_bytes(payload).to(place.device)
+            steps = list(_steps(codec, here, values, fragment, list(anchor)))
+        values = {lane_id: stepped for lane_id, stepped in steps if stepped is not None}
+    lanes, change = {}, 0.0
+    for lane_id, stepped in values.items():
+        if lane_digest(stepped) == digests[lane_id]:
+            lanes[lane_id] = place.kept(stepped)
+            change = max(change, largest_change(anchor[lane_id], stepped))
+    return lanes, change
 
 
 async def fetch_lane(
