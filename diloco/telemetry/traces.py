@@ -138,8 +138,8 @@ class TraceSink:
         except Exception as error:  # whatever another package raises
             names = ", ".join(sorted(name for name in os.environ if name.startswith("OTEL_")))
             raise ConfigError(
-                f"cannot write traces as the environment says ({names}): {error}. Correct that "
-                f"variable, or leave it out"
+                f"cannot write traces as the environment says ({names}): "
+                f"{str(error).rstrip('.')}. Correct that variable, or leave it out"
             ) from error
         self._tracer: Tracer = self._provider.get_tracer("diloco")
 
