@@ -28,8 +28,9 @@ from diloco.transport.contracts import Transport
 LOOK_S = 1.0
 #: Seconds for which the first reading of a run is waited for.
 _PATIENCE_S = 1.0
-#: Bytes of lines of one file that are read at once.
-_LINES_BYTES = 32 << 10
+#: Bytes of lines of one file that are read at once; and that no event has: what a disk that failed
+#: or a stranger has left there without an end of a line is passed over, so much at once.
+_LINES_BYTES, _NO_LINE_BYTES = 32 << 10, 4 << 20
 
 
 class Source(Protocol):
@@ -186,14 +187,15 @@ class RecordedSource:
             with path.open("rb") as file:
                 if file.seek(0, os.SEEK_END) < file.seek(start):
                     self._run.unreadable[name] = "is shorter than when it was read"
-                lines = file.readlines(_LINES_BYTES)
+                read = file.read(_LINES_BYTES)
+                if b"\n" not in read:
+                    read += file.read(_NO_LINE_BYTES - len(read))
         except OSError as error:
             self._run.unreadable[name] = f"cannot be read: {error.strerror}"
             return []
-        if lines and not lines[-1].endswith(b"\n"):
-            lines.pop()
-        self._read[path] = start + sum(map(len, lines))
-        return lines
+        end = read.rfind(b"\n") + 1 or (len(read) if len(read) == _NO_LINE_BYTES else 0)
+        self._read[path] = start + end
+        return read[:end].splitlines(keepends=True)
 
     def _is_under_way(self) -> bool:
         try:

@@ -23,6 +23,7 @@ from typing import TYPE_CHECKING, Any, cast
 
 import blake3
 
+from diloco.errors import ConfigError
 from diloco.extras import is_installed
 from diloco.telemetry.events import (
     Event,
@@ -45,6 +46,8 @@ _WHERE = ("OTEL_EXPORTER_OTLP_TRACES_ENDPOINT", "OTEL_EXPORTER_OTLP_ENDPOINT")
 _EXPORTER = "opentelemetry.exporter.otlp.proto.http.trace_exporter"
 #: Rounds that are under way at most; of further ones the first are forgotten.
 _MOST_OPEN = 4096
+#: Seconds that the last spans have to arrive: a process does not stay for a server that is away.
+_CLOSE_S = 3.0
 
 #: A round: its fragment, and the version that it is made from.
 _Round = tuple[int, int]
@@ -71,7 +74,8 @@ def traces_to(
             where,
         )
         return []
-    return [BackgroundSink("traces", TraceSink(service, name, context, unix_clock))]
+    sink = TraceSink(service, name, context, unix_clock)
+    return [BackgroundSink("traces", sink, close_s=_CLOSE_S)]
 
 
 @dataclass(slots=True)
@@ -112,18 +116,31 @@ class TraceSink:
         self._exchanges: dict[int, tuple[_Round, Span]] = {}  # one of a fragment at a time
 
     def open(self) -> None:
-        """Begin to export, by the variables of OpenTelemetry: where to, how much, which headers."""
+        """Begin to export, by the variables of OpenTelemetry: where to, how much, which headers.
+
+        Raises:
+            ConfigError: If one of them cannot be.
+        """
         from opentelemetry.sdk.resources import Resource
         from opentelemetry.sdk.trace import TracerProvider
         from opentelemetry.sdk.trace.export import BatchSpanProcessor
         from opentelemetry.sdk.trace.id_generator import RandomIdGenerator
 
-        exporter = importlib.import_module(_EXPORTER).OTLPSpanExporter()
         of = {"service.name": self._service, "service.instance.id": self._name}
         self._ids = _Ids(RandomIdGenerator())
         ids = cast("IdGenerator", self._ids)
-        self._provider = TracerProvider(resource=Resource.create(of), id_generator=ids)
-        self._provider.add_span_processor(BatchSpanProcessor(exporter))
+        try:
+            exporter = importlib.import_module(_EXPORTER).OTLPSpanExporter()
+            self._provider = TracerProvider(
+                resource=Resource.create(of), id_generator=ids, shutdown_on_exit=False
+            )
+            self._provider.add_span_processor(BatchSpanProcessor(exporter))
+        except Exception as error:  # whatever another package raises
+            names = ", ".join(sorted(name for name in os.environ if name.startswith("OTEL_")))
+            raise ConfigError(
+                f"cannot write traces as the environment says ({names}): "
+                f"{str(error).rstrip('.')}. Correct that variable, or leave it out"
+            ) from error
         self._tracer: Tracer = self._provider.get_tracer("diloco")
 
     def add_context(self, context: Mapping[str, Any]) -> None:

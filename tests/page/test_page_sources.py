@@ -6,6 +6,7 @@ import asyncio
 import json
 import os
 import resource
+import tracemalloc
 from pathlib import Path
 
 import pytest
@@ -40,6 +41,26 @@ def test_what_is_written_later_is_read_once_and_a_torn_line_when_it_is_whole(
         return seen
 
     assert asyncio.run(looks()) == [(2, 0), (2, 0), (3, 0), (3, 1)]
+
+
+def test_what_never_ends_a_line_is_passed_over_in_bounded_memory(tmp_path: Path) -> None:
+    path = tmp_path / "telemetry" / "events-east-0.jsonl"
+    write(path, "east", [step(1), step(2)])
+    first, second = path.read_bytes().splitlines(keepends=True)
+    with path.open("wb") as file:  # as a disk that failed leaves it
+        file.write(first)
+        file.truncate(256 << 20)
+        file.seek(0, os.SEEK_END)
+        file.write(b"\n" + second)
+    source = RecordedSource(tmp_path)
+    tracemalloc.start()
+    try:
+        view = source._read_on()
+        _, most = tracemalloc.get_traced_memory()
+    finally:
+        tracemalloc.stop()
+    assert (len(view.curves[0].points), len(view.notices)) == (2, 1)
+    assert most < 64 << 20
 
 
 def test_more_files_than_a_process_may_open_are_read_in_the_order_of_time(

@@ -9,7 +9,10 @@ from pathlib import Path
 
 import pytest
 from textual.widgets import DataTable, Input, Static
+from typer.testing import CliRunner
 
+from diloco.cli.main import app
+from diloco.errors import ConfigError
 from diloco.page.run_view import Bar, EventRow, IslandRow, Mark, RunView
 from diloco.page.sources import RecordedSource
 from diloco.watch import screen
@@ -130,3 +133,9 @@ def test_a_timeline_shows_phases_by_signs_and_what_was_published_last() -> None:
 def test_a_curve_goes_from_the_highest_to_the_lowest_and_fills_gaps() -> None:
     assert curve([(0.0, 8.0), (1.0, 4.5), (3.0, 1.0)], 4) == "█▅▅▁"
     assert curve([(0.0, 2.0)], 4) == "▁" and curve([], 4) == ""
+
+
+def test_where_there_is_no_terminal_another_command_is_named(tmp_path: Path) -> None:
+    result = CliRunner().invoke(app, ["watch", str(write_state(tmp_path))])
+    assert isinstance(result.exception, ConfigError)
+    assert "use diloco status --watch" in str(result.exception)

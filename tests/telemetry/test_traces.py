@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import socket
 import subprocess
 import sys
 import threading
@@ -16,6 +18,7 @@ import pytest
 from opentelemetry.proto.collector.trace.v1.trace_service_pb2 import ExportTraceServiceRequest
 from opentelemetry.proto.trace.v1.trace_pb2 import Span
 
+from diloco.errors import ConfigError
 from diloco.telemetry import traces
 from diloco.telemetry.events import (
     Event,
@@ -148,6 +151,39 @@ def test_only_who_is_told_where_writes_traces_and_a_missing_package_is_named(
     assert not sinks()
     assert "ENDPOINT is set, and traces need the package" in caplog.text
     assert "pip install 'diloco[otel]'" in caplog.text
+
+
+def test_a_process_ends_in_time_though_nobody_takes_its_traces() -> None:
+    said = """
+import time
+from diloco.telemetry import traces
+from diloco.telemetry.events import PhaseDone
+traces._CLOSE_S = 0.5
+(sink,) = traces.traces_to("diloco-island", "east", {}, time.time)
+sink.open()
+sink.write(PhaseDone("upload", 3, 7, 2, 1.5))
+began = time.monotonic()
+sink.close()
+assert time.monotonic() - began < 2
+"""
+    with socket.create_server(("127.0.0.1", 0)) as silent:  # takes connections, and never answers
+        url = f"http://127.0.0.1:{silent.getsockname()[1]}"
+        environment = {**os.environ, "OTEL_EXPORTER_OTLP_ENDPOINT": url}
+        subprocess.run([sys.executable, "-c", said], check=True, env=environment, timeout=10)
+
+
+@pytest.mark.parametrize(
+    ("variable", "value"),
+    [("OTEL_BSP_MAX_QUEUE_SIZE", "0"), ("OTEL_SPAN_ATTRIBUTE_COUNT_LIMIT", "-1")],
+)
+def test_a_variable_that_cannot_be_is_refused_at_the_start(
+    monkeypatch: pytest.MonkeyPatch, variable: str, value: str
+) -> None:
+    monkeypatch.setenv("OTEL_EXPORTER_OTLP_ENDPOINT", "http://127.0.0.1:9")
+    monkeypatch.setenv(variable, value)
+    (sink,) = traces_to("diloco-island", "east", {}, lambda: 0.0)
+    with pytest.raises(ConfigError, match=rf"the environment says \(.*{variable}.*leave it out"):
+        sink.open()
 
 
 @pytest.mark.slow

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import sys
 from typing import Annotated
 
 import typer
 
 from diloco.cli.run.page import source_of
 from diloco.cli.terminal.options import Certs, Insecure, Tokens
+from diloco.errors import ConfigError
 from diloco.extras import require
 
 
@@ -38,6 +40,10 @@ def watch(
     Example: diloco watch 127.0.0.1:29400
     """
     require("diloco watch", "textual", "use diloco status --watch")
+    if not (sys.stdin.isatty() and sys.stdout.isatty()):
+        raise ConfigError(
+            "diloco watch: this is no terminal, and nobody could end it: use diloco status --watch"
+        )
     from diloco.watch.screen import show
 
     logging.disable()  # lines among the screen's; it says itself what is wrong
