@@ -72,6 +72,7 @@ def test_a_lost_machine_is_replaced_by_any_other(
     assert run.published() == with_one_syncer
 
 
+@pytest.mark.slow  # those before and after it start machines again as well
 def test_a_supervisor_is_killed_a_child_ended_and_both_go_on(run: PlacedRun) -> None:
     started = run.start_all()
     wait_until(lambda: run.num_versions("us", "us") >= 2, what=run.said)

@@ -415,7 +415,7 @@ def value_of(field: Any, depth: int) -> st.SearchStrategy[Any]:
         return _INTEGERS[kind]
     if kind == FieldDescriptor.CPPTYPE_BOOL:
         return st.booleans()
-    if kind == FieldDescriptor.CPPTYPE_DOUBLE:
+    if kind in (FieldDescriptor.CPPTYPE_DOUBLE, FieldDescriptor.CPPTYPE_FLOAT):
         return _DOUBLES
     return _BYTES if field.type == FieldDescriptor.TYPE_BYTES else _TEXTS
 
