@@ -2,8 +2,9 @@
 
     round            of the syncer, from the opening to the durable version, or to the expiry
       collect, grace, commit    until there is a quorum, for stragglers, from the close on
+      gather, encode ...        phases of an island before its send
       exchange       of an island, from the send to the merge, or to the expiry
-        gather, upload, merge ...    its phases
+        upload, merge ...       its phases
 
 Trace and first span of a round are a hash of run, timeline, fragment and version: processes that
 never exchange a header write into the same trace. Only who is told where traces go, by the
