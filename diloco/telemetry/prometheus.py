@@ -34,10 +34,10 @@ from diloco.protos.control_pb2 import (
     IslandStatus,
     ReportRequest,
     StatusReply,
-    SyncerLinkUse,
 )
 from diloco.protos.fragment_pb2 import FragmentState
 from diloco.system import require_linux
+from diloco.telemetry.link_figures import LinkFigures, link_figures
 from diloco.telemetry.protection import Protection
 from diloco.transport.addresses import split_address
 
@@ -282,10 +282,6 @@ _KNOWN_GAUGES: Sequence[tuple[str, str, Callable[[ReportRequest], float]]] = (
         lambda r: r.link.down_capacity_bps / 8,
     ),
 )
-_LINK_GAUGES: Sequence[tuple[str, str, Callable[[SyncerLinkUse], float]]] = (
-    ("uplink_bytes_per_second", "Sent by all ranks of late", lambda s: s.up_bps / 8),
-    ("downlink_bytes_per_second", "Received by all ranks of late", lambda s: s.down_bps / 8),
-)
 _ISLAND_COUNTERS: Sequence[tuple[str, str, Callable[[ReportRequest], float]]] = (
     ("tokens", "Tokens trained on", lambda r: r.tokens),
     ("uplink_bytes", "Bytes sent by all ranks", lambda r: r.bytes_up),
@@ -372,21 +368,20 @@ def _island_metrics(islands: Sequence[IslandStatus]) -> Iterator[Metric]:
 
 
 def _link_metrics(told: Sequence[tuple[str, ReportRequest]]) -> Iterator[Metric]:
-    both = ["island", "syncer"]
-
-    def each(read: Callable[[SyncerLinkUse], float], *, with_zeros: bool = True) -> _Samples:
-        """Give samples one by one: in lists of 16,000, garbage is looked for while all wait."""
-        for island, report in told:
-            for syncer, use in enumerate(report.link.syncers):
-                if with_zeros or read(use):
-                    yield (island, str(syncer)), read(use)
-
-    for name, what, read in _LINK_GAUGES:
-        yield _gauge(f"island_{name}", what, both, each(read))
-    trips = each(lambda s: s.round_trip_s, with_zeros=False)
-    yield _gauge("island_round_trip_seconds", "To the syncer and back", both, trips)
+    """Sum up an island's ways to its syncers: 16 of each of 1,000 islands were 80,000 series."""
+    links = [([island], link_figures(report.link)) for island, report in told]
+    gauges: Sequence[tuple[str, str, Callable[[LinkFigures], float]]] = (
+        ("uplink_bytes_per_second", "Sent by all ranks of late", lambda f: f.up_bps / 8),
+        ("downlink_bytes_per_second", "Received by all ranks of late", lambda f: f.down_bps / 8),
+    )
+    for name, what, read in gauges:
+        yield _gauge(f"island_{name}", what, ["island"], [(i, read(f)) for i, f in links])
+    trips = [(island, figures.round_trip_s) for island, figures in links if figures.round_trip_s]
+    what = "To the nearest syncer and back"
+    yield _gauge("island_round_trip_seconds", what, ["island"], trips)
     what = "Attempts of calls of the first rank that broke, since its start"
-    yield _counter("island_failed_calls", what, both, each(lambda s: float(s.failed_calls)))
+    failed = [(island, float(figures.failed_calls)) for island, figures in links]
+    yield _counter("island_failed_calls", what, ["island"], failed)
 
 
 # -- the syncer --------------------------------------------------------------------------------
