@@ -83,8 +83,12 @@ class Seen:
         self.context = browser.new_context(**LOOKS[look])
         self.page = self.context.new_page()
         self.said: list[str] = []
-        self.page.on("console", lambda message: self.said.append(message.text))
+        self.page.on("console", self._note)
         self.page.on("pageerror", lambda error: self.said.append(str(error)))
+
+    def _note(self, message: Any) -> None:
+        if not message.text.startswith("Autofocus"):  # a test that types at once is faster
+            self.said.append(message.text)
 
     def faults(self) -> list[str]:
         """Serious findings of axe-core on accessibility."""
