@@ -55,6 +55,7 @@ async def main():
     await p2p.shutdown()
     p2p = await make()
     os.kill(p2p._child.pid, signal.SIGSTOP)
+    await asyncio.sleep(0.5)  # a thread that has not stopped yet would take the SIGTERM
     facts["does not end a daemon that hangs"] = not await ends(p2p.shutdown(), 6.0)
     os.kill(p2p._child.pid, signal.SIGKILL)
     await p2p._child.wait()
