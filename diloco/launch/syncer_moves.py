@@ -157,7 +157,7 @@ class SyncerMoves:
             self._coming[p].copy.stop()
         try:
             await asyncio.to_thread(withdraw, self._state, moves)
-        except DiskFull as error:  # it is told again
+        except DiskFull as error:  # the coordinator says it again
             for p in moves:
                 self._alarm(p, f"fragment {p} cannot be left to another syncer yet: {error}")
         else:

@@ -7,8 +7,8 @@
         upload, merge ...       its phases
 
 Trace and first span of a round are a hash of run, timeline, fragment and version: processes that
-never exchange a header write into the same trace. Only who is told where traces go, by the
-variables of OpenTelemetry itself, writes any.
+never exchange a header write into the same trace. A process writes traces only where
+OpenTelemetry's own variables say where they go.
 
 Learned from: the specification of OpenTelemetry (tracing API and SDK, OTLP exporter).
 """
