@@ -43,6 +43,7 @@ class Carried:
         packets: Their number.
         queue_dropped: Packets that found the queue in front of the link full.
         lost: Packets that the link lost, in outages too.
+        ack_bytes: Of `bytes`, in TCP packets that only acknowledge; None with netem.
         late: Frames by how much later than due the relay delivered them; none with netem.
     """
 
@@ -50,6 +51,7 @@ class Carried:
     packets: int
     queue_dropped: int
     lost: int
+    ack_bytes: int | None = None
     late: tuple[int, ...] = (0,) * len(LATE_BOUNDS_S)
 
     def since(self, before: Carried) -> Carried:
@@ -59,6 +61,7 @@ class Carried:
             self.packets - before.packets,
             self.queue_dropped - before.queue_dropped,
             self.lost - before.lost,
+            None if self.ack_bytes is None else self.ack_bytes - (before.ack_bytes or 0),
             tuple(now - then for now, then in zip(self.late, before.late, strict=True)),
         )
 
@@ -78,6 +81,7 @@ class Carried:
             "packets": self.packets,
             "queue_dropped": self.queue_dropped,
             "lost": self.lost,
+            "ack_bytes": self.ack_bytes,
             "late_p50_s": late_quantile_s(self.late, 0.5),
             "late_p99_s": late_quantile_s(self.late, 0.99),
         }
@@ -216,7 +220,8 @@ class Emulation:
                 seen = Carried(*kernel.parse_counters(text, kernel.device(index)))
                 if line := reports.get(f"{wire.name} {way}"):
                     lost = line["lost_packets"] + line["outage_packets"]
-                    seen = replace(seen, lost=lost, late=tuple(line["late"]))
+                    late, acks = tuple(line["late"]), line["ack_bytes"]
+                    seen = replace(seen, lost=lost, ack_bytes=acks, late=late)
                 found[wire.name, way] = seen
         return found
 

@@ -11,7 +11,12 @@ from collections import deque
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 
-from diloco.simulations.emulate.packets import VNET_BYTES, num_packets, without
+from diloco.simulations.emulate.packets import (
+    VNET_BYTES,
+    is_acknowledgement,
+    num_packets,
+    without,
+)
 
 #: Upper ends of the classes in which lateness is counted: 16 us, doubling; the last has all above.
 LATE_BOUNDS_S: tuple[float, ...] = tuple(16e-6 * 2**n for n in range(21))
@@ -40,6 +45,7 @@ class LineCounters:
 
     packets: int = 0
     bytes: int = 0
+    ack_bytes: int = 0
     lost_packets: int = 0
     outage_packets: int = 0
     refused_frames: int = 0
@@ -68,7 +74,10 @@ class EmulatedLine:
         settings, counters = self.settings, self.counters
         count = num_packets(frame)
         counters.packets += count
-        counters.bytes += len(frame) - VNET_BYTES
+        num_bytes = len(frame) - VNET_BYTES
+        counters.bytes += num_bytes
+        if is_acknowledgement(frame):
+            counters.ack_bytes += num_bytes
         if not settings.is_up:
             counters.outage_packets += count
             return

@@ -26,6 +26,12 @@ _GSO_NONE, _GSO_UDP = 0, 5
 _ECN = 0x80
 _UDP_HEADER_BYTES = 8
 _FIN_PSH, _CWR = 0x09, 0x80
+_TCP = 6
+#: FIN, SYN, RST, PSH, ACK, URG; an acknowledgement has the fifth alone.
+_FLAGS, _ACK = 0x3F, 0x10
+_IPV6_HEADER_BYTES = 40
+#: Of a TCP packet: the headers of IPv4 and TCP.
+_SHORTEST_BYTES = 40
 
 
 def num_packets(frame: bytes) -> int:
@@ -34,6 +40,20 @@ def num_packets(frame: bytes) -> int:
     if frame[1] == _GSO_NONE or not gso_size:
         return 1
     return max(1, -(-(len(frame) - _payload_start(frame)) // gso_size))
+
+
+def is_acknowledgement(frame: bytes) -> bool:
+    """Whether a frame is a TCP packet that says what has come, and nothing else."""
+    if frame[1] != _GSO_NONE or len(frame) < VNET_BYTES + _SHORTEST_BYTES:
+        return False
+    first = frame[VNET_BYTES]
+    if first >> 4 == 6:
+        protocol, start = frame[VNET_BYTES + 6], VNET_BYTES + _IPV6_HEADER_BYTES
+    else:
+        protocol, start = frame[VNET_BYTES + 9], VNET_BYTES + 4 * (first & 0x0F)
+    if protocol != _TCP or len(frame) < start + 20 or frame[start + 13] & _FLAGS != _ACK:
+        return False
+    return start + 4 * (frame[start + 12] >> 4) == len(frame)
 
 
 def without(frame: bytes, lost: Collection[int]) -> list[bytes]:

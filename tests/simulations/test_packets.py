@@ -4,7 +4,13 @@ import struct
 
 import pytest
 
-from diloco.simulations.emulate.packets import VNET_BYTES, VNET_HEADER, num_packets, without
+from diloco.simulations.emulate.packets import (
+    VNET_BYTES,
+    VNET_HEADER,
+    is_acknowledgement,
+    num_packets,
+    without,
+)
 from tests.simulations.frames import (
     MSS,
     NEEDS_CSUM,
@@ -94,3 +100,18 @@ def test_an_ordinary_packet_is_one_and_is_lost_whole() -> None:
     assert num_packets(bytes(frame)) == 1
     assert without(bytes(frame), []) == [bytes(frame)]
     assert without(bytes(frame), [0]) == []
+
+
+@pytest.mark.parametrize("kind", [TCP4, TCP6], ids=["tcp4", "tcp6"])
+def test_an_acknowledgement_is_a_tcp_packet_of_headers_that_says_nothing_else(kind: int) -> None:
+    def single(frame: bytes) -> bytes:
+        return frame[:1] + b"\0" + frame[2:]
+
+    ack = single(make_frame(kind, b""))
+    assert is_acknowledgement(ack)
+    assert not is_acknowledgement(single(make_frame(kind, b"x")))
+    assert not is_acknowledgement(make_frame(kind, bytes(4 * MSS)))
+    for other in (0x11, 0x12, 0x14, 0x18):  # FIN, SYN, RST, PSH beside it
+        assert not is_acknowledgement(single(make_frame(kind, b"", flags=other)))
+    assert not is_acknowledgement(single(make_frame(UDP, b"")))
+    assert not any(is_acknowledgement(ack[:n]) for n in range(VNET_BYTES, len(ack)))
