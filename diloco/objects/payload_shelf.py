@@ -79,7 +79,6 @@ class PayloadShelf:
         written = {f"{self._own}/{name}": size for name, size in objects.items()}
         num_bytes = sum(objects.values())
         if method != KEPT_METHOD:
-            self._check_sizes(written)
             return joined(self._read(written), num_bytes, digest)
         data = f"{self._replica.name}/data"
         known = self._replica.objects_of(digest.hex())  # where it is asked for again
@@ -91,11 +90,8 @@ class PayloadShelf:
         copies = {f"{of}-{n}": size for n, size in enumerate(written.values())}
         there = {f"{data}/{copy}": size for copy, size in copies.items()}
         try:
-            self._check_sizes(written)  # or what is copied is as large as the caller likes
             with ThreadPoolExecutor(_COPIES, "copies") as pool:
-                if not all(pool.map(self._store.copy, written, there)):
-                    raise PayloadLacking(f"of {num_bytes} bytes some are in no object")
-            self._check_sizes(there)
+                list(pool.map(self._copy, written, written.values(), there))
             payload = joined(self._read(there), num_bytes, digest)
         except BaseException:
             self._store.delete(there)
@@ -103,15 +99,15 @@ class PayloadShelf:
         self._replica.reuse(digest.hex(), copies)
         return payload
 
-    def _check_sizes(self, objects: Mapping[str, int]) -> None:
-        with ThreadPoolExecutor(_COPIES, "sizes") as pool:
-            found = pool.map(self._store.size, objects)
-            for (name, size), there in zip(objects.items(), found, strict=True):
-                if there != size:
-                    raise PayloadLacking(f"{name} has {there} bytes in place of {size}")
+    def _copy(self, name: str, num_bytes: int, copy: str) -> None:
+        """Have the store copy an object of so many bytes; its caller may have written more."""
+        there = self._store.size(name)
+        if there != num_bytes or not self._store.copy(name, copy):
+            raise PayloadLacking(f"{name} has {there} bytes in place of {num_bytes}")
 
     def _read(self, objects: Mapping[str, int]) -> Iterator[bytes]:
-        return self._store.read((name, 0, size) for name, size in objects.items())
+        whole = ((name, 0, size) for name, size in objects.items())
+        return self._store.read(whole, are_whole=True)
 
     def delete(self, names: Sequence[str]) -> None:
         """Remove objects."""

@@ -34,6 +34,10 @@ def test_objects_are_created_once_listed_read_and_removed(server: S3Server) -> N
     store.delete(["log/1", "log/7"])
     assert store.names("log") == []
     assert list(store.pieces("data/y", 7)) == list(store.pieces("data/x", 6)) == []
+    assert list(store.read([("data/x", 9, 3)])) == []  # it begins beyond the end
+    assert list(store.read([("data/x", 0, 4)])) == [b"agai"]
+    whole = [("data/x", 0, 5), ("data/x", 0, 4), ("data/x", 0, 5)]
+    assert list(store.read(whole, are_whole=True)) == [b"again"]
 
 
 @pytest.mark.parametrize(

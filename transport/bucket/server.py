@@ -47,9 +47,11 @@ _MOST_PIECES = 16
 #: have arrived. Of all: replies that are in the store.
 _MOST_AWAITED, _MOST_SENT, _MOST_GIVEN = 1 << 16, 1 << 12, 1 << 16
 #: Seconds between two looks for what is to be removed, between two copies of a payload that is
-#: there, and between two words that the store does not answer; for which removing at the end lasts.
+#: there, and between two words that the store does not answer.
 _LOOK_S = 60.0
-_END_S = 10.0
+#: Seconds for which names are collected that one request then removes; that removing at the end
+#: lasts.
+_COLLECTED_S, _END_S = 5.0, 10.0
 _THREADS, _QUICK_THREADS = 16, 4
 
 
@@ -128,6 +130,7 @@ class ObjectCalls:
         #: What to call once a caller has its reply's payload; by caller and transfer.
         self._sent: dict[str, dict[bytes, Callable[[], None]]] = {}
         self._num_given = 0
+        self._removed: list[str] = []
         self._looked_at = self._said_at = float("-inf")
 
     def around(self, handlers: Handlers) -> Handlers:
@@ -182,7 +185,7 @@ class ObjectCalls:
 
     def close(self) -> None:
         """Answer no more, and remove what is left, for some seconds at most."""
-        names = [each.name for each in self._given.values()]
+        names = self._removed + [each.name for each in self._given.values()]
         for of_caller in self._awaited.values():
             names += [name for awaited in of_caller.values() for name in awaited.objects]
         for pool in (self._pool, self._quick):
@@ -200,6 +203,7 @@ class ObjectCalls:
         if len(of_caller) >= _MOST_AWAITED:  # it writes that again, if it has not been read
             self._remove(of_caller.pop(next(iter(of_caller))).objects)
         objects = _objects(caller, asked)
+        self._removed = [name for name in self._removed if name not in objects]
         until = asyncio.get_running_loop().time() + VALID_S
         of_caller[bytes(asked.transfer)] = _Awaited(objects, until, until + VALID_S)
         urls = await self._run(self._shelf.put_urls, [*objects], pool=self._quick)
@@ -285,8 +289,14 @@ class ObjectCalls:
 
     def _remove(self, names: Iterable[str]) -> None:
         """Remove objects soon; what stays goes when the server starts again."""
-        if each := list(names):
-            self._soon(lambda: self._shelf.delete(each))
+        each = list(names)
+        if each and not self._removed:
+            asyncio.get_running_loop().call_later(_COLLECTED_S, self._remove_collected)
+        self._removed += each
+
+    def _remove_collected(self) -> None:
+        names, self._removed = self._removed, []
+        self._soon(lambda: self._shelf.delete(names))
 
     def _soon(self, work: Callable[[], None]) -> None:
         with contextlib.suppress(RuntimeError):  # closed: what is left is removed there
