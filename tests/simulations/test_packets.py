@@ -111,7 +111,7 @@ def test_an_acknowledgement_is_a_tcp_packet_of_headers_that_says_nothing_else(ki
     assert is_acknowledgement(ack)
     assert not is_acknowledgement(single(make_frame(kind, b"x")))
     assert not is_acknowledgement(make_frame(kind, bytes(4 * MSS)))
-    for other in (0x11, 0x12, 0x14, 0x18):  # FIN, SYN, RST, PSH beside it
+    for other in (0x11, 0x12, 0x14, 0x18):  # FIN, SYN, RST, PSH too
         assert not is_acknowledgement(single(make_frame(kind, b"", flags=other)))
     assert not is_acknowledgement(single(make_frame(UDP, b"")))
     assert not any(is_acknowledgement(ack[:n]) for n in range(VNET_BYTES, len(ack)))
