@@ -176,25 +176,29 @@ class FullDevice(LanePlace):
 
     is_full = False
 
-    def there(self, values: Tensor) -> Tensor:
+    def there(self, values: Tensor, device: torch.device | None = None) -> Tensor:
         if self.is_full:
             raise torch.OutOfMemoryError("no room")
-        return super().there(values)
+        return super().there(values, device)
 
 
-def test_lanes_that_are_kept_apart_and_find_no_room_ahead_are_merged_all_the_same() -> None:
+@pytest.mark.parametrize("is_apart", [True, False], ids=["apart", "on the host"])
+def test_what_finds_no_room_ahead_of_its_merge_is_merged_all_the_same(is_apart: bool) -> None:
     parameters = {"w": torch.zeros(300, requires_grad=True)}
     plan = make_plan(tensor_specs(parameters), num_fragments=1)
     shards = LaneShards(plan, parameters, group=None)
-    shards.place = place = FullDevice(is_apart=True)
+    shards._is_away = True  # as with parameters on an accelerator
+    shards.place = place = FullDevice(is_apart=is_apart)
     lanes = {i: torch.full_like(lane, 2.0) for i, lane in shards.collect(0).items()}
+    assert len(lanes) == 1
 
     place.is_full = True
     shards.prefetch(0, lanes)
     place.is_full = False
     shards.distribute(0, lanes, 0.0)
 
-    assert shards.prefetches_without_room() == len(lanes)
+    assert shards.prefetches_without_room() == 1
+    assert shards.prefetches_without_room() == 0
     assert parameters["w"].unique().tolist() == [2.0]
 
 

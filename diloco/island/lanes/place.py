@@ -57,16 +57,17 @@ class LanePlace:
         self._copied: deque[tuple[torch.cuda.Event, Tensor]] = deque()
         self._copying = threading.Lock()
 
-    def there(self, values: Tensor) -> Tensor:
-        """Return values where they are computed with, in the order of this thread's stream.
+    def there(self, values: Tensor, device: torch.device | None = None) -> Tensor:
+        """Return values where they are computed with, or on a device, in this thread's stream.
 
         Values that are there already are nobody else's before that stream has read them.
         """
+        device = device or self.device
         if values.is_cuda:
             values.record_stream(torch.cuda.current_stream(values.device))
-        copy = values.to(self.device, non_blocking=True)
+        copy = values.to(device, non_blocking=True)
         if copy.is_cuda and copy is not values:
-            event = torch.cuda.current_stream(self.device).record_event()
+            event = torch.cuda.current_stream(device).record_event()
             with self._copying:  # held until they are copied: they may be of `PinnedRooms`
                 self._copied.append((event, values))
                 while self._copied and self._copied[0][0].query():  # type: ignore[no-untyped-call]

@@ -25,7 +25,6 @@ import logging
 import socket
 from collections import deque
 from collections.abc import Iterable, Iterator, Mapping
-from concurrent.futures import Future
 from copy import copy as shallow_copy
 from dataclasses import dataclass
 
@@ -51,6 +50,7 @@ from diloco.island.lanes.place import LanePlace
 from diloco.island.lanes.routes import PASSING, Copy, Route, Slab, dot, strides_of
 from diloco.outer.fragments import Fragment, Plan, TensorSpec
 from diloco.outer.merge import merge_
+from diloco.pinned_memory import PinnedRooms
 from diloco.transport.units import format_bytes
 
 logger = logging.getLogger(__name__)
@@ -62,19 +62,11 @@ _TRAINED_BYTES = 12
 
 
 @dataclass(frozen=True, slots=True)
-class _Prefetched:
-    """Lanes, and what they give this rank to merge, on its way to the device."""
-
-    lanes: Mapping[int, Tensor]
-    uploads: deque[tuple[Copy, Future[Tensor]]]
-
-
-@dataclass(frozen=True, slots=True)
 class _Ahead:
-    """Lanes that are kept apart, and their copies, which a stream makes where they are passed."""
+    """Lanes, and what goes to the device for them: themselves, or what ranks received of them."""
 
     lanes: Mapping[int, Tensor]
-    there: Mapping[int, Tensor]
+    uploads: deque[Tensor]
 
 
 class LaneShards:
@@ -114,8 +106,12 @@ class LaneShards:
         """Exchange boxes with the other ranks, check them, and make the two routes."""
         self._parameters = dict(parameters)
         self.place = LanePlace()
+        devices = {parameter.device for parameter in self._parameters.values()}
+        self._parameters_device = next(iter(devices)) if len(devices) == 1 else _CPU
+        self._pinned = PinnedRooms(self._parameters_device)
+        self._side = SideStream(self._parameters_device)
         self._ahead: _Ahead | None = None
-        self._side: SideStream | None = None
+        self._num_without_room = 0
         self._rooms: list[Tensor] = []  # each for what is carried of any fragment, nobody's now
         self._slabs: dict[bool, Tensor] = {}  # by whether they are sent
         self._group = group
@@ -138,9 +134,6 @@ class LaneShards:
             dist.all_reduce(largest, dist.ReduceOp.MAX, group=group)
         *most_slabs, (self._is_away, _) = largest.tolist()
         counts = dict(zip(routes, most_slabs, strict=True))
-        self._uploading = DeviceThread("diloco-upload")
-        self._prefetched: _Prefetched | None = None
-        self._num_without_room = 0
         self._collect = {i: collect.slabs(counts[i][0]) for i, (collect, _) in routes.items()}
         self._distribute = {i: route.slabs(counts[i][1]) for i, (_, route) in routes.items()}
         self._most_carried = max(sum(self._lane_numels(i).values()) for i in self._fragments)
@@ -164,11 +157,10 @@ class LaneShards:
         if not self._is_away:
             self.place = LanePlace(thread=thread)
             return
-        devices = {parameter.device for parameter in self._parameters.values()}
+        device = self._parameters_device
         carried = sum(sum(self._lane_numels(i).values()) for i in self._fragments)
         passing = _ITEM_BYTES * PASSING * self._most_carried
         needed = _ITEM_BYTES * num_vectors * carried + passing
-        device = next(iter(devices)) if len(devices) == 1 else _CPU
         room = self._free_bytes(device) // 2 if self._reaches(device) else -1
         has_room = torch.tensor([passing <= room, needed <= room], dtype=torch.int64)
         if self._group is not None:
@@ -283,52 +275,41 @@ class LaneShards:
     def prefetch(self, fragment_id: int, lanes: Mapping[int, Tensor]) -> None:
         """Begin to copy to the parameters' device what a `distribute` will merge; collective.
 
-        It finds them there if it is given these very lanes, and writes the same bits. Until then
-        they take as much room on the device as the fragment's parameters there, of one fragment:
-        the last one asked for; what finds no room is merged from where it is. Where lanes are kept
-        with the parameters, nothing happens, as with lanes that are on their way.
+        It finds them there if it is given these very lanes, and writes the same bits. The stream of
+        the copies does not wait for what training has launched. Until then they take as much room
+        on the device as the fragment's lanes or parameters here, of one fragment: the last one
+        asked for; what finds no room is merged from where it is. Where lanes are kept with the
+        parameters, nothing happens, as with lanes that are on their way.
 
         Args:
             fragment_id: Fragment of the plan.
-            lanes: As `distribute` takes them; not written to before that.
+            lanes: As `distribute` takes them, and there; not written to before that.
         """
-        if self.place.is_apart:
-            if self._ahead is None or self._ahead.lanes is not lanes:
-                self._ahead = None  # gives room before more is taken
-                with record_function("diloco/prefetch"):
-                    self._ahead = _Ahead(lanes, self._copied_ahead(lanes))
-            return
-        is_there = self._prefetched is not None and self._prefetched.lanes is lanes
-        if is_there or not self._is_away or self.device != _CPU:
+        is_there = self._ahead is not None and self._ahead.lanes is lanes
+        is_passed_on_host = self._is_away and self.device == _CPU
+        if is_there or not (self.place.is_apart or is_passed_on_host):
             return
         self._check_lanes(fragment_id, lanes)
-        self._prefetched = None  # gives room before more is taken
-        uploads: deque[tuple[Copy, Future[Tensor]]] = deque()
+        self._ahead = None  # gives room before more is taken
+        uploads: deque[Tensor] = deque()
         with record_function("diloco/prefetch"):
-            for copy, values in self._sent_out(fragment_id, lanes, is_kept=True):
-                device = self._in_parameter(copy).device
-                uploads.append((copy, self._uploading.submit(device, self._upload, values, device)))
-        self._prefetched = _Prefetched(lanes, uploads)
+            parts = [*lanes.values()] if self.place.is_apart else self._received(fragment_id, lanes)
+            self._side.submit(lambda: uploads.extend(map(self._uploaded, parts)), at_once=True)
+        self._ahead = _Ahead(lanes, uploads)
 
-    def _copied_ahead(self, lanes: Mapping[int, Tensor]) -> Mapping[int, Tensor]:
-        """Copy lanes to where they are passed, next to training; without room give what is there.
+    def _received(self, fragment_id: int, lanes: Mapping[int, Tensor]) -> list[Tensor]:
+        """Pass lanes in host memory; returns what this rank receives, a slab each, pinned."""
+        slabs = []
+        for held, carried in self._distribute[fragment_id]:
+            slabs.append(self._pinned.take(sum(held.splits)))
+            sources = (copy.in_lane(lanes[copy.lane_id]) for copy in carried.copies)
+            self._exchange(carried, sources, held, kept=slabs[-1])
+        return slabs
 
-        On one stream: what an allocator has kept for one is of no use to another.
-        """
-        if self._side is None:
-            self._side = SideStream(self.device)
-        there: dict[int, Tensor] = {}
+    def _uploaded(self, values: Tensor) -> Tensor:
+        """Copy to the device; where there is no room for it, give what is there: it merges late."""
         try:
-            self._side.submit(lambda: there.update(self._there(lanes)))
-        except torch.OutOfMemoryError:
-            self._num_without_room += len(lanes)
-            return lanes
-        return there
-
-    def _upload(self, values: Tensor, device: torch.device) -> Tensor:
-        """Copy to a device; where there is no room for it, give what is there: it merges later."""
-        try:
-            return values.to(device)
+            return self.place.there(values, self._parameters_device)
         except torch.OutOfMemoryError:
             self._num_without_room += 1
             return values
@@ -355,7 +336,7 @@ class LaneShards:
         """
         self._check_lanes(fragment_id, lanes)
         with record_function("diloco/distribute"):
-            for copy, values in self._to_merge(fragment_id, lanes):
+            for copy, values in self._sent_out(fragment_id, lanes):
                 local = self._in_parameter(copy)
                 merge_(local, values.to(local.device), local_mix)
 
@@ -387,38 +368,31 @@ class LaneShards:
             num_differing += int(differs.sum())
         return num_differing
 
-    def _to_merge(
-        self, fragment_id: int, lanes: Mapping[int, Tensor]
-    ) -> Iterator[tuple[Copy, Tensor]]:
-        """Yield what this rank merges: from the device, where it was prefetched."""
-        prefetched = self._prefetched
-        if prefetched is None or prefetched.lanes is not lanes:
-            yield from self._sent_out(fragment_id, lanes)
-            return
-        self._prefetched = None
-        while prefetched.uploads:  # each gives its room when it is merged
-            copy, upload = prefetched.uploads.popleft()
-            values = upload.result()
-            del upload
-            if values.is_cuda:  # made on another stream, whose next tensor must wait for this merge
-                values.record_stream(torch.cuda.current_stream(values.device))
-            yield copy, values
-
     def _sent_out(
-        self, fragment_id: int, lanes: Mapping[int, Tensor], *, is_kept: bool = False
+        self, fragment_id: int, lanes: Mapping[int, Tensor]
     ) -> Iterator[tuple[Copy, Tensor]]:
         """Yield every box that this rank stores of a fragment, with the lanes' values; collective.
 
-        Values are on `device`, or where the lanes are; theirs until the next, or if they are kept.
+        Values are on `device`, or where the lanes or what was prefetched of them are; theirs until
+        the next.
         """
-        if self._ahead is not None and self._ahead.lanes is lanes:
-            assert self._side is not None, "nothing was copied ahead"
+        if self.place.is_apart:
+            self.prefetch(fragment_id, lanes)  # on arrival nobody has
+        ahead = self._ahead
+        if ahead is not None and ahead.lanes is lanes:
+            self._ahead = None
             self._side.precede()
-            lanes, self._ahead = self._ahead.there, None
+            if self.place.is_apart:
+                lanes = dict(zip(lanes, ahead.uploads, strict=True))
+            else:
+                for held, _ in self._distribute[fragment_id]:  # each gives its room when merged
+                    slab = ahead.uploads.popleft()
+                    yield from held.views(self.place.there(slab, slab.device))
+                return
         lanes = self._there(lanes)
         for held, carried in self._distribute[fragment_id]:
             sources = (copy.in_lane(lanes[copy.lane_id]) for copy in carried.copies)
-            yield from self._exchange(carried, sources, held, is_kept=is_kept)
+            yield from self._exchange(carried, sources, held)
 
     def _there(self, lanes: Mapping[int, Tensor]) -> dict[int, Tensor]:
         """Return lanes where they are passed; no thread waits."""
@@ -518,22 +492,24 @@ class LaneShards:
         return stored(self._parameters[copy.name])[copy.box.slices]
 
     def _exchange(
-        self, sent: Slab, sources: Iterable[Tensor], received: Slab, *, is_kept: bool = False
+        self, sent: Slab, sources: Iterable[Tensor], received: Slab, kept: Tensor | None = None
     ) -> Iterator[tuple[Copy, Tensor]]:
-        """Send one slab, and yield every copy of the slab received with its values."""
-        if self._group is None:
+        """Send one slab, and yield every copy of the slab received with its values.
+
+        It is received where it is `kept`, if it is.
+        """
+        if self._group is None and kept is None:
             # Both ends are this rank and list the same copies in the same order: nothing travels.
             return zip(received.copies, sources, strict=True)
-        outgoing = self._slab(sum(sent.splits), is_sent=True)
+        incoming = self._slab(sum(received.splits), is_sent=False) if kept is None else kept
+        outgoing = incoming
+        if self._group is not None:
+            outgoing = self._slab(sum(sent.splits), is_sent=True)
         for (_, view), source in zip(sent.views(outgoing), sources, strict=True):
             view.copy_(source)
-        received_numel = sum(received.splits)
-        incoming = (
-            torch.empty(received_numel, device=self.device)
-            if is_kept
-            else self._slab(received_numel, is_sent=False)
-        )
-        dist.all_to_all_single(incoming, outgoing, received.splits, sent.splits, group=self._group)
+        if self._group is not None:
+            splits = received.splits, sent.splits
+            dist.all_to_all_single(incoming, outgoing, *splits, group=self._group)
         return received.views(incoming)
 
     def _slab(self, numel: int, *, is_sent: bool) -> Tensor:
