@@ -41,12 +41,18 @@ def test_what_is_kept_apart_is_a_copy_and_what_is_not_is_the_same() -> None:
 
 
 @pytest.mark.parametrize(
-    ("room", "device", "is_apart"),
-    [(1 << 20, "meta", False), (1 << 15, "meta", True), (1 << 13, "cpu", False)],
-    ids=["all", "passing", "nothing"],
+    ("free", "step_bytes", "device", "is_apart"),
+    [
+        (122_880, 0, "meta", False),
+        (122_880, 25_000, "meta", True),
+        (57_344, 0, "meta", True),
+        (57_343, 0, "cpu", False),
+    ],
+    ids=["all", "all but what steps take", "passing", "nothing"],
 )
-def test_lanes_are_computed_on_the_device_where_what_passes_has_room(
-    room: int,
+def test_lanes_are_computed_on_the_device_where_steps_leave_room_for_what_passes(
+    free: int,
+    step_bytes: int,
     device: str,
     is_apart: bool,
     monkeypatch: pytest.MonkeyPatch,
@@ -55,10 +61,11 @@ def test_lanes_are_computed_on_the_device_where_what_passes_has_room(
     parameters = {f"w{i}": torch.zeros(512, device="meta", requires_grad=True) for i in range(4)}
     plan = make_plan(tensor_specs(parameters), num_fragments=4)
     shards = LaneShards(plan, parameters, group=None)
-    monkeypatch.setattr(shards, "_free_bytes", lambda device: 2 * room)
+    monkeypatch.setattr(shards, "_free_bytes", lambda device: free)
 
     with caplog.at_level(logging.WARNING):
-        shards.find_room(4)  # 8 vectors of 2 KiB, and 4 of 8 KiB
+        # 8 vectors of 2 KiB and 4 of 8 KiB, twice; gradients and moments: 3 of 8 KiB, or as said.
+        shards.find_room(4, step_bytes)
 
     assert (shards.device.type, shards.place.is_apart) == (device, is_apart)
     assert bool(caplog.records) == (device == "cpu")

@@ -143,15 +143,19 @@ class LaneShards:
         """Where the lanes of `collect` are, and those that are merged are passed."""
         return self.place.device
 
-    def find_room(self, num_vectors: int) -> None:
+    def find_room(self, num_vectors: int, step_bytes: int = 0) -> None:
         """Have lanes where the parameters are, as far as every rank has room there; collective.
 
-        They may take half of what is free, once gradients and moments are. Where only what comes
-        and goes finds room, they are computed there and kept in host memory. Work on them is done
-        by a thread from now on.
+        They may take half of what the first inner steps, which are yet to come, will leave free:
+        a measured peak would come after anchors have their place. The other half is for what a
+        forecast leaves out: gaps of the allocator, buffers of collectives, longer batches of an
+        evaluation. Where only what comes and goes finds room, lanes are computed there and kept in
+        host memory. Work on them is done by a thread from now on.
 
         Args:
             num_vectors: Vectors of each lane that the callers keep.
+            step_bytes: That inner steps take of the device besides parameters, at their peak; 0:
+                not known, gradients and two moments are left room.
         """
         thread = DeviceThread("diloco-lanes")
         if not self._is_away:
@@ -161,7 +165,10 @@ class LaneShards:
         carried = sum(sum(self._lane_numels(i).values()) for i in self._fragments)
         passing = _ITEM_BYTES * PASSING * self._most_carried
         needed = _ITEM_BYTES * num_vectors * carried + passing
-        room = self._free_bytes(device) // 2 if self._reaches(device) else -1
+        stored_numel = sum(stored(parameter).numel() for parameter in self._parameters.values())
+        taken = step_bytes or _TRAINED_BYTES * stored_numel
+        free = self._free_bytes(device) if self._reaches(device) else None
+        room = -1 if free is None else max(0, free - taken) // 2
         has_room = torch.tensor([passing <= room, needed <= room], dtype=torch.int64)
         if self._group is not None:
             dist.all_reduce(has_room, dist.ReduceOp.MIN, group=self._group)
@@ -184,14 +191,12 @@ class LaneShards:
                 format_bytes(room) if room >= 0 else "not known",
             )  # fmt: skip
 
-    def _free_bytes(self, device: torch.device) -> int:
-        """Return what training will leave free of a device; -1 where that is not known."""
+    def _free_bytes(self, device: torch.device) -> int | None:
+        """Return what is free of a device now; None where that is not known."""
         if device.type != "cuda":
-            return -1
+            return None
         free, _ = torch.cuda.mem_get_info(device)
-        free += torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
-        stored_numel = sum(stored(parameter).numel() for parameter in self._parameters.values())
-        return max(0, free - _TRAINED_BYTES * stored_numel)
+        return free + torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
 
     def _reaches(self, device: torch.device) -> bool:
         """Whether ranks can exchange what lies on such devices."""
