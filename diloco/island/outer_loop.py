@@ -27,7 +27,6 @@ from torch import Tensor
 from torch.profiler import record_function
 
 from diloco.io_thread import Waits
-from diloco.island.agreement import raise_failure
 from diloco.island.merging import Merging
 from diloco.island.outer_state import (
     LOOK_S,
@@ -513,7 +512,8 @@ class OuterLoop:
         self._apply(ledger, vote, vote.verdict, blocked_s)
 
     def _raise_failure(self, agreed: IslandVote | None) -> None:
-        raise_failure(self.exchange.failure, 0 if agreed is None else agreed.exit_code)
+        if agreed is not None:
+            self._agreement.raise_failure(self.exchange.failure, agreed.exit_code)
 
 
 def _is_staged(vote: FragmentVote, sent: Outstanding) -> bool:

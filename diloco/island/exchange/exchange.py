@@ -310,6 +310,9 @@ class Exchange:
 
     async def tried(self, fragment_id: int, into: dict[int, Tensor]) -> None:
         """Put the lanes with half of what is held back into `into`, after what was posted."""
+        await self._tasks.finish(self._tried(fragment_id, into), "decode a send that is held back")
+
+    async def _tried(self, fragment_id: int, into: dict[int, Tensor]) -> None:
         into.update(await self._contributions.tried(self._fragments[fragment_id]))
 
     def release(self, fragment_id: int, reason: str) -> None:
@@ -347,7 +350,13 @@ class Exchange:
         await self._tasks.wait_until(lambda: self.view(fragment_id).has_ended, at_most_s)
 
     async def capture(self, into: dict[int, LaneCheckpoint]) -> None:
-        """Put the state of every fragment's lanes into `into`, after what was posted before."""
+        """Put the state of every fragment's lanes into `into`, after what was posted before.
+
+        An error becomes `failure`, of which the other ranks learn.
+        """
+        await self._tasks.finish(self._capture(into), "take the state of lanes for a checkpoint")
+
+    async def _capture(self, into: dict[int, LaneCheckpoint]) -> None:
         await self._contributions.made()
         for p, fragment in self._fragments.items():
             for lane_id in await self._place.run(fragment.flipped):
@@ -363,12 +372,12 @@ class Exchange:
 
     async def verify_anchors(self) -> None:
         """Hold all anchors against their digests; what memory has changed is fetched again."""
-        try:
-            for p, fragment in self._fragments.items():
-                for lane_id in await self._entry.verify(fragment):
-                    self._on_event(AnchorMended(p, fragment.anchor_version, lane_id))
-        except DilocoError as error:
-            self._tasks.fail(error)
+        await self._tasks.finish(self._verify_anchors(), "verify anchors")
+
+    async def _verify_anchors(self) -> None:
+        for p, fragment in self._fragments.items():
+            for lane_id in await self._entry.verify(fragment):
+                self._on_event(AnchorMended(p, fragment.anchor_version, lane_id))
 
     def pin(self, inner_step: int, versions: Sequence[int]) -> None:
         """Have the syncers keep these versions, durably, for the run checkpoint of a step.
