@@ -19,6 +19,7 @@ from diloco.compression.base import from_bytes
 from diloco.device_thread import DeviceThread
 from diloco.errors import AggregationError
 from diloco.island.exchange.checkpoint_state import FragmentCheckpoint, LaneCheckpoint
+from diloco.island.exchange.contributions import Send
 from diloco.island.lanes.parameters import tensor_specs
 from diloco.island.lanes.place import LanePlace
 from diloco.island.lanes.shards import LaneShards
@@ -88,14 +89,14 @@ def test_the_loop_goes_on_while_a_contribution_is_made_and_a_late_one_is_not_sen
         exchange = island.exchange
         sent = Outstanding(key, 4, 4, 4, is_flush=False)
         local = {0: torch.full((128,), 15.0)}
-        exchange.send(sent, local, free=lambda: freed.append(1))
+        exchange.send(Send(sent, local, free=lambda: freed.append(1)))
         await asyncio.sleep(0.05)
         assert exchange.view(0).key == key
         assert not busy.done() and not freed
 
         exchange.settle(0, is_merged=False, is_included=False)
         again = replace(sent, key=replace(key, attempt=1))
-        exchange.send(again, {0: torch.full((128,), 14.0)}, free=lambda: freed.append(2))
+        exchange.send(Send(again, {0: torch.full((128,), 14.0)}, free=lambda: freed.append(2)))
         gate.set()
         await exchange.capture({})
         assert freed == [1, 2]
@@ -121,7 +122,7 @@ class SlowResiduals(UserDict[int, Tensor]):
         return super().__getitem__(lane_id)
 
 
-def test_a_restored_fragment_is_entered_once_its_residuals_are_summed_up(tmp_path: Path) -> None:
+def test_what_is_restored_is_summed_up_and_hashed_off_the_loop(tmp_path: Path) -> None:
     setting = Setting({"w": [16.0] * 8}, descend, tmp_path, 8, islands=("a",), error_feedback=True)
 
     async def scenario() -> None:
@@ -134,7 +135,8 @@ def test_a_restored_fragment_is_entered_once_its_residuals_are_summed_up(tmp_pat
         await first.exchange.stop()
         lanes = replace(captured[0], residual=SlowResiduals(captured[0].residual, gate))
 
-        exchange = run.island("a", 2, place=LanePlace(thread=DeviceThread("test"))).exchange
+        thread = DeviceThread("test")
+        exchange = run.island("a", 2, place=LanePlace(thread=thread)).exchange
         exchange.restore([FragmentCheckpoint(FragmentLedger(0, 0), lanes, Reach())], sent_by=1)
         await exchange.wait_until_entered(0.2)
         exchange._tasks.notify()
@@ -145,6 +147,15 @@ def test_a_restored_fragment_is_entered_once_its_residuals_are_summed_up(tmp_pat
         fragment = exchange._fragments[0]
         assert fragment.anchor_version == 0
         assert not fragment.flipped() and fragment.residual_sums.keys() == {0}
+
+        hashing = threading.Event()
+        thread.submit(CPU, hashing.wait, 10.0)
+        exchange.resume(Outstanding(RoundKey(0, 0, 0, 0), 4, 4, 4, is_flush=False), lanes)
+        await asyncio.sleep(0.05)
+        assert exchange.view(0).key is None, "it may end once its lanes are there"
+        hashing.set()
+        await exchange.wait_until_made()
+        assert exchange.view(0).key == RoundKey(0, 0, 0, 0) and fragment.sending.keys() == {0}
         await exchange.stop()
         await run.kill_syncer()
 
@@ -221,7 +232,7 @@ def test_contributions_that_are_made_too_late_count_as_broken_all_the_same(tmp_p
         thread.submit(CPU, gate.wait, 10.0)
         for attempt in range(3):
             sent = Outstanding(RoundKey(0, 0, 0, attempt), 4, 4, 4, is_flush=False)
-            island.exchange.send(sent, {0: torch.full((128,), torch.nan)})
+            island.exchange.send(Send(sent, {0: torch.full((128,), torch.nan)}))
             island.exchange.settle(0, is_merged=False, is_included=False)
         gate.set()
         await island.exchange.wait_until_made()
