@@ -230,6 +230,7 @@ class OuterLoop:
 
     def _take(self, state: OuterState) -> None:
         self.state = self.merging.state = state
+        self._parts.shards.place.release()  # of own values that are not the published ones
         # An island that starts after the end of the run makes no step: it would never be counted.
         self._is_over = all(ledger.is_flushed for ledger in self.state.ledgers)
 

@@ -84,6 +84,10 @@ class LanePlace:
             return self._rooms.take(values.numel()).copy_(values, non_blocking=True)
         return values.to(self.device, copy=True, memory_format=torch.contiguous_format)
 
+    def release(self) -> None:
+        """Give back host memory for lanes that nobody holds."""
+        self._rooms.release()
+
     async def run(self, work: Callable[[], _T]) -> _T:
         """Return what some work returns, or raise what it raises; done in order.
 
