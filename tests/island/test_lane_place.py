@@ -30,6 +30,7 @@ from diloco.protocol.rounds.terms import RoundKey
 from tests.virtual_run import Setting, VirtualRun, descend
 
 CPU = torch.device("cpu")
+TWO_LANES = 40_000
 
 
 def test_what_is_kept_apart_is_a_copy_and_what_is_not_is_the_same() -> None:
@@ -104,6 +105,49 @@ def test_the_loop_goes_on_while_a_contribution_is_made_and_a_late_one_is_not_sen
         (lane,) = exchange._fragments[0].sending.values()
         delta = from_bytes(lane.payload).view(torch.float32)
         assert delta[0] == 16.0 - 14.0, "of what was sent last"
+        await exchange.stop()
+        await run.kill_syncer()
+
+    asyncio.run(scenario())
+
+
+class Recording(LanePlace):
+    """Records what is brought to where lanes are computed."""
+
+    def __init__(self, thread: DeviceThread) -> None:
+        super().__init__(thread=thread)
+        self.brought: list[Tensor] = []
+
+    def there(self, values: Tensor, device: torch.device | None = None) -> Tensor:
+        self.brought.append(values)
+        return super().there(values, device)
+
+
+def test_what_a_lane_is_made_with_is_on_its_way_while_the_one_before_is_made(
+    tmp_path: Path,
+) -> None:
+    setting = Setting({"w": [16.0] * TWO_LANES}, descend, tmp_path, 8, islands=("a",))
+
+    async def scenario() -> None:
+        run = VirtualRun(setting)
+        await run.start_syncer()
+        thread, gate = DeviceThread("test"), threading.Event()
+        place = Recording(thread)
+        island = run.island("a", place=place)
+        await island.start()
+        busy = thread.submit(CPU, gate.wait, 10.0)
+        exchange, anchor = island.exchange, dict(island.exchange.anchor(0))
+        local = {lane_id: lane - 1.0 for lane_id, lane in anchor.items()}
+        place.brought.clear()
+
+        exchange.send(Send(Outstanding(RoundKey(0, 0, 0, 0), 4, 4, 4, is_flush=False), local))
+        await asyncio.sleep(0.05)
+        assert not busy.done()
+        assert len(place.brought) == len(anchor) == 2
+
+        gate.set()
+        await exchange.wait_until_made()
+        assert exchange._fragments[0].sending.keys() == anchor.keys()
         await exchange.stop()
         await run.kill_syncer()
 

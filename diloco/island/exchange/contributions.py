@@ -116,12 +116,14 @@ class Contributions:
         sent, anchor = send.sent, dict(fragment.anchor)
         p, sending = sent.key.fragment_id, dict[int, SentLane]()
         norms, beyond = [], ""
+        brought = (self._brought(fragment, anchor[lane_id], lane_id) for lane_id in fragment.lanes)
+        values = next(brought, None)
         for lane_id in fragment.lanes:  # all of one lane while it is in the CPU's caches
             began = loop_now()
-            residual = fragment.residual.get(lane_id), fragment.residual_sums.get(lane_id, 0)
-            made = await self._place.run(
-                functools.partial(self._lane, send, lane_id, anchor[lane_id], *residual)
-            )
+            assert values is not None
+            making = self._place.run(functools.partial(self._lane, send, lane_id, *values))
+            values = next(brought, None)  # for the next lane, while this one is made
+            made = await making
             norms.append(made.norm)
             if made.has_flipped:
                 self.forget(fragment, lane_id)
@@ -147,6 +149,14 @@ class Contributions:
         fragment.sending, fragment.held_back = sending, told
         if not send.is_tried:
             self.release(fragment, "")
+
+    def _brought(
+        self, fragment: IslandFragment, anchor: Tensor, lane_id: int
+    ) -> tuple[Tensor, Tensor | None, int]:
+        """Launch the copies, on the stream of this loop, of what a lane is made with."""
+        residual, there = fragment.residual.get(lane_id), self._place.there
+        left_over = None if residual is None else there(residual)
+        return there(anchor), left_over, fragment.residual_sums.get(lane_id, 0)
 
     def _lane(
         self,

@@ -16,7 +16,7 @@ from __future__ import annotations
 import asyncio
 import threading
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Awaitable, Callable
 from typing import TypeVar
 
 import torch
@@ -88,12 +88,14 @@ class LanePlace:
         """Give back host memory for lanes that nobody holds."""
         self._rooms.release()
 
-    async def run(self, work: Callable[[], _T]) -> _T:
-        """Return what some work returns, or raise what it raises; done in order.
+    def run(self, work: Callable[[], _T]) -> Awaitable[_T]:
+        """Do some work, to be awaited: return what it returns, or raise what it raises.
 
-        It begins when what was submitted to the device before is there, and is done when the device
-        has done it.
+        What is submitted is done in order. It begins when what was submitted to the device before
+        is there, and is done when the device has done it.
         """
         if self._thread is None:
-            return work()
-        return await asyncio.wrap_future(self._thread.submit(self.device, work))
+            done = asyncio.get_running_loop().create_future()
+            done.set_result(work())
+            return done
+        return asyncio.wrap_future(self._thread.submit(self.device, work))
