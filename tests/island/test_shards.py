@@ -6,6 +6,7 @@ import random
 from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from unittest import mock
 
 import blake3
@@ -362,7 +363,7 @@ def check_layouts(island_rank: int, names: list[str]) -> dict[str, str]:
                     plan, parameters, group=dist.group.WORLD, carrier_hosts=hosts
                 )
             if hosts:
-                assert {*lane_shards._carriers.values()} == {0}
+                assert {*lane_shards._layout.carriers.values()} == {0}
             num_slabs = len(lane_shards._collect[0])
             assert (num_slabs == 1) if slab_bytes == 2**28 else (num_slabs > 1), num_slabs
             try:
@@ -526,8 +527,8 @@ def test_copies_of_a_rowwise_shard_are_few_whatever_its_rows() -> None:
     plan = Plan(tuple(specs), (Fragment(0, (entry,), numel, (Lane(0, 0, numel),)),), BLOCK, 1)
     lane_shards = LaneShards(plan, {"w": torch.zeros(4096, 96)}, group=None)
 
-    lane_shards._holders = {"w": {0: Box((0, 32), (4096, 32))}}
-    collect, _ = lane_shards._routes(plan.fragments[0])
+    layout = replace(lane_shards._layout, holders={"w": {0: Box((0, 32), (4096, 32))}})
+    collect, _ = layout.routes(plan.fragments[0], 0, 1)
 
     assert [copy.box for copy in collect.held[0]] == [Box((0, 0), (4096, 32))]
 

@@ -2,7 +2,7 @@
 
 Every rank stores one box of each of its parameters (`boxes`), and may store nothing of others: the
 layers of other pipeline stages, say. From all ranks' boxes and the plan, two routes a fragment are
-made, once:
+made, once (`lane_layout`):
 
     collect      the one owner of each element (the lowest island rank that stores it) -> carrier
     distribute   carrier -> every rank that stores the element
@@ -20,9 +20,7 @@ It computes nothing: pseudo-gradients, codecs and anchors belong to callers, key
 
 from __future__ import annotations
 
-import itertools
 import logging
-import socket
 from collections import deque
 from collections.abc import Iterable, Iterator, Mapping
 from copy import copy as shallow_copy
@@ -35,20 +33,11 @@ from torch.profiler import record_function
 
 from diloco.compression.lanes import padding_of
 from diloco.device_thread import DeviceThread, SideStream
-from diloco.errors import PlanMismatch
-from diloco.island.lanes.boxes import (
-    Box,
-    are_disjoint,
-    boxes_of_range,
-    stored,
-    stored_box,
-    whole_shape,
-)
-from diloco.island.lanes.carriers import carriers_of, hosts_first
-from diloco.island.lanes.parameters import dtype_problems, gathered
+from diloco.island.lanes.boxes import stored
+from diloco.island.lanes.lane_layout import LaneLayout
 from diloco.island.lanes.place import LanePlace
-from diloco.island.lanes.routes import PASSING, Copy, Route, Slab, dot, strides_of
-from diloco.outer.fragments import Fragment, Plan, TensorSpec
+from diloco.island.lanes.routes import PASSING, Copy, Slab
+from diloco.outer.fragments import Plan
 from diloco.outer.merge import merge_
 from diloco.pinned_memory import PinnedRooms
 from diloco.transport.units import format_bytes
@@ -117,16 +106,19 @@ class LaneShards:
         self._group = group
         self._island_rank = 0 if group is None else dist.get_rank(group)
         self._num_ranks = 1 if group is None else dist.get_world_size(group)
-        self._carrier_hosts = carrier_hosts
         self._fragments = {fragment.fragment_id: fragment for fragment in plan.fragments}
         self._padding = {
             (fragment.fragment_id, lane.lane_id): padding_of(fragment, lane.lane_id)
             for fragment in plan.fragments
             for lane in fragment.lanes
         }
-        self._specs = {spec.name: spec for spec in plan.tensors}
-        self._holders = self._exchange_boxes(plan)
-        routes = {i: self._routes(fragment) for i, fragment in self._fragments.items()}
+        self._layout = LaneLayout.agreed(
+            plan, self._parameters, group=group, carrier_hosts=carrier_hosts
+        )
+        routes = {
+            i: self._layout.routes(fragment, self._island_rank, self._num_ranks)
+            for i, fragment in self._fragments.items()
+        }
         is_away = any(parameter.device.type != "cpu" for parameter in self._parameters.values())
         num_slabs = [[c.num_slabs(), d.num_slabs()] for c, d in routes.values()]
         largest = torch.tensor([*num_slabs, [is_away, is_away]])
@@ -204,14 +196,14 @@ class LaneShards:
 
     def carrier(self, fragment_id: int, lane_id: int) -> int:
         """Return the island rank that carries a lane."""
-        return self._carriers[fragment_id, lane_id]
+        return self._layout.carriers[fragment_id, lane_id]
 
     def owned(self) -> frozenset[str]:
         """Return what `collect` reads here: of ranks that store the same part the first has it."""
         mine = self._island_rank
         return frozenset(
             name
-            for name, holders in self._holders.items()
+            for name, holders in self._layout.holders.items()
             if mine in holders and mine == min(r for r in holders if holders[r] == holders[mine])
         )
 
@@ -424,75 +416,6 @@ class LaneShards:
                 f"contiguous float32 lanes of the sizes {numels} on {self.device} or cpu, got {got}"
             )
 
-    def _exchange_boxes(self, plan: Plan) -> dict[str, dict[int, Box]]:
-        """Return, by parameter, the box of every rank that stores a part of it."""
-        mismatches = _plan_problems(self._specs, self._parameters)
-        problems = dtype_problems(self._parameters)
-        boxes = {name: stored_box(parameter) for name, parameter in self._parameters.items()}
-        host = socket.gethostname()
-        mine = (plan.fingerprint(), self._carrier_hosts, mismatches, problems, host, boxes)
-        ranks = gathered(mine, self._group)
-        for rank, (fingerprint, carriers, mismatches, problems, *_) in enumerate(ranks):
-            if fingerprint != ranks[0][0] or carriers != ranks[0][1]:
-                mismatches = ["its plan or its carriers are not those of island rank 0"]
-            if mismatches or problems:
-                error = PlanMismatch if mismatches else ValueError
-                details = "; ".join([*mismatches, *problems])
-                raise error(f"cannot lay out the lanes of island rank {rank}: {details}")
-        if missing := sorted(self._specs.keys() - {name for r in ranks for name in r[-1]}):
-            raise PlanMismatch(
-                f"cannot lay out the lanes: of the plan's parameters no rank of the island stores "
-                f"{missing}"
-            )
-        in_turn = hosts_first([host for *_, host, _ in ranks], self._carrier_hosts)
-        self._carriers = carriers_of(plan.fragments, in_turn)
-        holders = {
-            name: {
-                rank: boxes[name]
-                for rank, (*_, boxes) in enumerate(ranks)
-                if name in boxes and boxes[name].numel
-            }
-            for name in self._specs
-        }
-        _check_cover(self._specs, holders)
-        return holders
-
-    def _routes(self, fragment: Fragment) -> tuple[Route, Route]:
-        """Walk lanes, tensors and ranks in one order, the same on all ranks."""
-        collect, distribute = Route(self._num_ranks), Route(self._num_ranks)
-        for lane, entry in itertools.product(fragment.lanes, fragment.entries):
-            origin = entry.offset - entry.start - lane.start  # of the tensor in the lane
-            start, end = max(entry.start, -origin), min(entry.end, lane.numel - origin)
-            if start >= end:
-                continue
-            carrier = self.carrier(fragment.fragment_id, lane.lane_id)
-            shape = self._specs[entry.name].shape
-            strides = strides_of(shape)
-            regions = boxes_of_range(shape, start, end)
-            owned: set[Box] = set()
-            for rank, box in self._holders[entry.name].items():
-                is_owner = box not in owned
-                owned.add(box)
-                if self._island_rank not in (rank, carrier):
-                    continue
-                parts = filter(None, (box.intersect(region) for region in regions))
-                copies = [
-                    Copy(
-                        entry.name,
-                        lane.lane_id,
-                        part.shifted(-offset for offset in box.offsets),
-                        strides,
-                        origin + dot(part.offsets, strides),
-                    )
-                    for part in parts
-                ]
-                for route in (collect, distribute) if is_owner else (distribute,):
-                    if rank == self._island_rank:
-                        route.held[carrier] += copies
-                    if carrier == self._island_rank:
-                        route.carried[rank] += copies
-        return collect, distribute
-
     def _in_parameter(self, copy: Copy) -> Tensor:
         return stored(self._parameters[copy.name])[copy.box.slices]
 
@@ -523,36 +446,3 @@ class LaneShards:
         if slab is None or slab.numel() < numel or slab.device != self.device:
             slab = self._slabs[is_sent] = torch.empty(numel, device=self.device)
         return slab[:numel]
-
-
-def _check_cover(specs: Mapping[str, TensorSpec], holders: Mapping[str, Mapping[int, Box]]) -> None:
-    """Require that the distinct boxes of every parameter are its exact partition."""
-    checked: set[tuple[tuple[int, ...], frozenset[Box]]] = set()
-    for name, spec in specs.items():
-        boxes = frozenset(holders[name].values())
-        if (spec.shape, boxes) in checked:
-            continue
-        covered = sum(box.numel for box in boxes)
-        overlaps = len(boxes) > 1 and not are_disjoint(boxes)
-        if covered != spec.numel or overlaps:
-            raise ValueError(
-                f"the island's ranks must store each of the {spec.numel} elements of parameter "
-                f"{name!r} {list(spec.shape)} once, replicas aside; they store {covered}"
-                f"{', some in differing shards' if overlaps else ''}: {dict(holders[name])}; place "
-                "it by Shard and Replicate, alike on all ranks"
-            )
-        checked.add((spec.shape, boxes))
-
-
-def _plan_problems(specs: Mapping[str, TensorSpec], parameters: Mapping[str, Tensor]) -> list[str]:
-    unknown = sorted(parameters.keys() - specs.keys())
-    shapes = [
-        f"{name!r} has the shape {list(whole_shape(parameters[name]))}, in the plan "
-        f"{list(spec.shape)}"
-        for name, spec in specs.items()
-        if name in parameters and whole_shape(parameters[name]) != spec.shape
-    ]
-    return [
-        *([f"it has parameters that the plan lacks: {unknown}"] if unknown else []),
-        *shapes,
-    ]
