@@ -57,8 +57,12 @@ class SideStream:
         self._stream: torch.cuda.Stream | None = None
         self._done: torch.cuda.Event | None = None
 
-    def submit(self, work: Callable[[], object]) -> Callable[[], None]:
+    def submit(self, work: Callable[[], object], *, at_once: bool = False) -> Callable[[], None]:
         """Launch some work, to begin after what this thread has submitted to the device so far.
+
+        Args:
+            work: Called here.
+            at_once: Whether it begins without that: it reads host memory, and writes to new.
 
         Returns:
             Waits, in any thread, until the device has done it.
@@ -68,7 +72,8 @@ class SideStream:
             return lambda: None
         if self._stream is None:
             self._stream = torch.cuda.Stream(self._device)  # type: ignore[no-untyped-call]
-        self._stream.wait_stream(torch.cuda.current_stream(self._device))
+        if not at_once:
+            self._stream.wait_stream(torch.cuda.current_stream(self._device))
         with torch.cuda.stream(self._stream):
             work()
         done = torch.cuda.Event(blocking=True)  # type: ignore[no-untyped-call]

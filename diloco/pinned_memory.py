@@ -69,6 +69,11 @@ class PinnedRooms:
         weakref.finalize(view, free.append, room).atexit = False
         return torch.from_numpy(view)
 
+    def release(self) -> None:
+        """Give back the memory that nobody holds; any thread may call it."""
+        for free in [*self._free.values()]:
+            free.clear()
+
     def _new(self, numel: int) -> npt.NDArray[np.float32]:
         pages = mmap.mmap(-1, 4 * max(1, numel), mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
         room = np.frombuffer(pages, np.float32, numel)

@@ -43,6 +43,26 @@ class Tasks:
         task.add_done_callback(self._finished)
         return task
 
+    async def finish(self, work: Coroutine[Any, Any, None], what: str) -> None:
+        """Do `work` to its end; its error is a failure, and nobody else's.
+
+        Args:
+            work: To do now.
+            what: It does, after "cannot", for an error.
+        """
+        try:
+            await work
+        except DilocoError as error:
+            self.fail(error)
+        except Exception as error:  # of a thread that computes, or of its device
+            logger.error("cannot %s", what, exc_info=error)
+            self.fail(
+                DilocoError(
+                    f"cannot {what}: {error!r}. Start the island again; if that fails too, look at "
+                    f"the machine's memory and device (dmesg, nvidia-smi -q)"
+                )
+            )
+
     async def stop(self) -> None:
         """Cancel everything that runs."""
         for task in self._tasks:

@@ -20,3 +20,7 @@ def test_memory_is_used_again_once_nobody_holds_a_view_of_it() -> None:
     del part
     assert rooms.take(999).data_ptr() != address
     assert rooms.take(1000).data_ptr() == address
+
+    rooms.release()
+    assert not any(rooms._free.values())
+    assert second.tolist() == [8.0] * 1000

@@ -24,6 +24,7 @@ from torch import Tensor
 from torch.profiler import record_function
 
 from diloco.errors import DilocoError, IslandFailed
+from diloco.island.lanes.parameters import gathered
 from diloco.protocol.island.ledger import Target, Verdict
 from diloco.protocol.island.votes import (
     GONE,
@@ -77,8 +78,7 @@ class Agreement:
             failure: Why this rank cannot go on.
 
         Raises:
-            DilocoError: On all ranks, if one of them has failed: `failure` where it is known, else
-                IslandFailed with its exit code.
+            DilocoError: On all ranks, if one of them has failed (`raise_failure`).
         """
         heard = self.num_heard() if self._is_leader else NOT_MINE
         code = 0 if failure is None else failure.exit_code
@@ -87,8 +87,29 @@ class Agreement:
             dist.all_reduce(vector, dist.ReduceOp.MIN, group=self._group)
         heard, minus_code, *smallest = vector.tolist()
         self._take_num_heard(heard)
-        raise_failure(failure, -minus_code)
+        self.raise_failure(failure, -minus_code)
         return smallest
+
+    def raise_failure(self, own: DilocoError | None, exit_code: int) -> None:
+        """Stop on every rank when any rank failed; collective where they agreed that one has.
+
+        Args:
+            own: Why this rank cannot go on.
+            exit_code: That they agreed on; 0: none has failed.
+
+        Raises:
+            DilocoError: `own`; else IslandFailed, with the exit code, the rank that failed with it,
+                and why.
+        """
+        if exit_code == 0:
+            return
+        failures = gathered(None if own is None else (own.exit_code, str(own)), self._group)
+        if own is not None:
+            raise own
+        rank, why = next((n, f[1]) for n, f in enumerate(failures) if f and f[0] == exit_code)
+        error = IslandFailed(f"rank {rank} of this island failed with exit code {exit_code}: {why}")
+        error.exit_code = exit_code
+        raise error
 
     def largest(self, values: Sequence[int], failure: DilocoError | None = None) -> list[int]:
         """Return the largest of every rank's values, one by one; raises as `smallest`."""
@@ -146,23 +167,6 @@ def _of_leader(vote: FragmentVote) -> list[int]:
         vote.open_version,
         int(vote.is_ending),
     ]
-
-
-def raise_failure(own: DilocoError | None, exit_code: int) -> None:
-    """Stop on every rank when any rank failed; with its own error where it happened.
-
-    Raises:
-        DilocoError: `own`, or one that names another rank's `exit_code`, where that is not 0.
-    """
-    if exit_code == 0:
-        return
-    if own is not None:
-        raise own
-    error = IslandFailed(
-        f"another rank of this island failed with exit code {exit_code}: see its log"
-    )
-    error.exit_code = exit_code
-    raise error
 
 
 def _decode(vector: Tensor) -> IslandVote:

@@ -19,6 +19,7 @@ from torch.profiler import record_function
 
 from diloco.device_thread import launched
 from diloco.io_thread import Waits
+from diloco.island.exchange.contributions import Send
 from diloco.island.outer_state import LoopParts, OuterState
 from diloco.protocol.island.ledger import (
     FragmentLedger,
@@ -145,7 +146,7 @@ class Merging:
             else:
                 limits = self.state.reaches[p].limits
                 free = functools.partial(self._shards.reuse, local)
-                self._runner.post(self._exchange.send, sent, local, limits, is_tried, free)
+                self._runner.post(self._exchange.send, Send(sent, local, limits, is_tried, free))
 
     def trying(
         self, fragment_id: int, loss_of: Callable[[], float | None]

@@ -27,7 +27,6 @@ from torch import Tensor
 from torch.profiler import record_function
 
 from diloco.io_thread import Waits
-from diloco.island.agreement import raise_failure
 from diloco.island.merging import Merging
 from diloco.island.outer_state import (
     LOOK_S,
@@ -231,6 +230,7 @@ class OuterLoop:
 
     def _take(self, state: OuterState) -> None:
         self.state = self.merging.state = state
+        self._parts.shards.place.release()  # of own values that are not the published ones
         # An island that starts after the end of the run makes no step: it would never be counted.
         self._is_over = all(ledger.is_flushed for ledger in self.state.ledgers)
 
@@ -513,7 +513,8 @@ class OuterLoop:
         self._apply(ledger, vote, vote.verdict, blocked_s)
 
     def _raise_failure(self, agreed: IslandVote | None) -> None:
-        raise_failure(self.exchange.failure, 0 if agreed is None else agreed.exit_code)
+        if agreed is not None:
+            self._agreement.raise_failure(self.exchange.failure, agreed.exit_code)
 
 
 def _is_staged(vote: FragmentVote, sent: Outstanding) -> bool:

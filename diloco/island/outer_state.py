@@ -291,6 +291,7 @@ def capturing_state(parts: LoopParts, state: OuterState, cut: int) -> Waits[dict
     """
     lanes: dict[int, LaneCheckpoint] = {}
     yield parts.exchange.capture(lanes)
+    parts.smallest([])  # a rank that could not capture ends all
     # Only ranks whose lanes are broken know it; the next carrier of these lanes must know it too.
     known = [lanes[p] for p in range(len(state.ledgers))]
     broken = parts.largest([of.broken_in_a_row for of in known])

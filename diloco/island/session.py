@@ -125,6 +125,7 @@ class DiLoCo:
         data_digest: str = "",
         tokenizer_digest: str = "",
         overwrite_initial: bool = True,
+        step_bytes: int = 0,
         on_event: Callable[[Event], None] | None = None,
     ) -> None:
         """Join the run and agree on the published parameters; collective, and waits for the others.
@@ -144,6 +145,8 @@ class DiLoCo:
             tokenizer_digest: Of the tokenizer; likewise, and by its name.
             overwrite_initial: Whether initial parameters that differ from the run's are replaced,
                 with an event, or refused.
+            step_bytes: That inner steps take of this rank's device besides parameters, at their
+                peak, so that what is kept there for the outer loop leaves them room; 0: not known.
             on_event: Called with every event at once, in whichever thread; `step` returns the same,
                 and the sinks of the run file have them, too.
 
@@ -187,7 +190,7 @@ class DiLoCo:
         )
         # Anchor and what is staged; a residual, and that of what is outstanding; what it carries.
         num_vectors = 2 + 2 * outer.error_feedback + (outer.local_mix == "since_send")
-        shards.find_room(num_vectors)
+        shards.find_room(num_vectors, step_bytes)
         transport.io.post(take_stream, shards.device)
         kind = shards.device.type
         warm_up(self.plan, (outer.uplink, outer.downlink), kind)  # no island waits for this one yet

@@ -25,14 +25,14 @@ from diloco.errors import AggregationError
 from diloco.forecast.build import build_syncer_rules
 from diloco.island.agreement import Agreement
 from diloco.island.exchange.calls import ExchangeRules
-from diloco.island.exchange.exchange import ANYWHERE, Exchange, SyncerConnection
+from diloco.island.exchange.contributions import Send
+from diloco.island.exchange.exchange import Exchange, SyncerConnection
 from diloco.island.lanes.parameters import tensor_specs
 from diloco.island.lanes.shards import LaneShards
 from diloco.island.layout import build_plan, build_schedule
 from diloco.island.outer_loop import OuterLoop
 from diloco.island.outer_state import LoopParts
 from diloco.outer.fragments import Fragment, Plan
-from diloco.protocol.island.ledger import Outstanding
 from diloco.protocol.island.soundness import Mend
 from diloco.protocol.rounds.orders import Orders
 from diloco.protocol.rounds.terms import Roster
@@ -415,17 +415,10 @@ class _Exchange(Exchange):
 
     before_send: Callable[[Fragment, Lanes, Lanes], None]
 
-    def send(
-        self,
-        sent: Outstanding,
-        local: Lanes,
-        limits: tuple[float, float] = ANYWHERE,
-        is_tried: bool = False,
-        free: Callable[[], None] = lambda: None,
-    ) -> None:
-        p = sent.key.fragment_id
-        self.before_send(self._plan.fragments[p], self.anchor(p), local)
-        super().send(sent, local, limits, is_tried, free)
+    def send(self, send: Send) -> None:
+        p = send.sent.key.fragment_id
+        self.before_send(self._plan.fragments[p], self.anchor(p), send.local)
+        super().send(send)
 
 
 class _LoopRunner:

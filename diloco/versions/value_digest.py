@@ -41,11 +41,18 @@ def lane_digest(published: Tensor) -> bytes:
     Elsewhere than on the CPU only the calling thread's stream is waited for.
     """
     bits, device = published.view(torch.int32), published.device
-    num_whole, rest = divmod(len(bits), _BLOCK)
-    num_blocks = num_whole + bool(rest)
-    at_once = _ON_CPU if device.type == "cpu" else _ON_DEVICE
-    sums = torch.empty(2, num_blocks, dtype=torch.int64, device=device)
+    num_blocks = -(-len(bits) // _BLOCK)
+    num_weights = max(_BLOCK, 1 << num_blocks.bit_length())  # of few sizes, which are kept
     within = [_weights(2 * t, _BLOCK, device) for t in range(2)]
+    across = [_weights(2 * t + 1, num_weights, device)[:num_blocks] for t in range(2)]
+    return bytes(to_bytes(_sums(bits, within, across)))
+
+
+def _sums(bits: Tensor, within: Sequence[Tensor], across: Sequence[Tensor]) -> Tensor:
+    """Compute h_0 and h_1 of the weights; the same compiled."""
+    num_whole, rest = divmod(len(bits), _BLOCK)
+    at_once = _ON_CPU if bits.device.type == "cpu" else _ON_DEVICE
+    sums = torch.empty(2, num_whole + bool(rest), dtype=torch.int64, device=bits.device)
     for first in range(0, num_whole, at_once):
         last = min(first + at_once, num_whole)
         rows = bits[first * _BLOCK : last * _BLOCK].to(torch.int64).view(-1, _BLOCK)
@@ -55,9 +62,7 @@ def lane_digest(published: Tensor) -> bytes:
         tail = bits[-rest:].to(torch.int64)
         for t in range(2):
             sums[t, -1] = (tail * within[t][:rest]).sum()
-    num_weights = max(_BLOCK, 1 << num_blocks.bit_length())  # of few sizes, which are kept
-    across = [_weights(2 * t + 1, num_weights, device)[:num_blocks] for t in range(2)]
-    return bytes(to_bytes((sums * torch.stack(across)).sum(1) + len(bits)))
+    return (sums * torch.stack([*across])).sum(1) + len(bits)
 
 
 def version_digest(lane_digests: Sequence[bytes]) -> bytes:

@@ -147,6 +147,8 @@ def test_lanes_in_pinned_memory_are_merged_without_waiting_for_the_device() -> N
     shards.distribute(0, lanes, 0.5)  # takes what memory it needs
 
     torch.cuda._sleep(LONG)
+    with torch.cuda.stream(shards._side._stream):  # else lanes are copied before they are dropped
+        torch.cuda._sleep(LONG)
     shards.prefetch(0, lanes)
     shards.distribute(0, lanes, 0.0)
     lanes.clear()

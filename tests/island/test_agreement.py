@@ -6,8 +6,8 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from diloco.errors import CodecError, IslandFailed
-from diloco.island.agreement import Agreement, raise_failure
+from diloco.errors import CodecError
+from diloco.island.agreement import Agreement
 from diloco.protocol.island.ledger import Target, Verdict
 from diloco.protocol.island.votes import NOT_MINE, FragmentVote, IslandVote
 from tests.distributed import run_ranks
@@ -126,12 +126,9 @@ def test_the_message_is_one_small_integer_vector() -> None:
     assert vector.numel() == 5 + 9 * 24
 
 
-def test_a_failure_is_raised_where_it_happened_and_told_elsewhere() -> None:
-    own = CodecError("a lane is broken")
-    raise_failure(None, 0)
+def test_a_failure_is_raised_where_ranks_agree_that_there_is_one() -> None:
+    agreement, own = Agreement(None), CodecError("a lane is broken")
+    agreement.raise_failure(own, 0)
 
     with pytest.raises(CodecError, match="a lane is broken"):
-        raise_failure(own, 20)
-    with pytest.raises(IslandFailed, match=r"another rank .* exit code 30: see its log") as caught:
-        raise_failure(None, 30)
-    assert caught.value.exit_code == 30
+        agreement.raise_failure(own, 20)

@@ -26,6 +26,7 @@ from diloco.errors import (
 )
 from diloco.island.exchange.calls import ExchangeRules
 from diloco.island.exchange.checkpoint_state import FragmentCheckpoint, LaneCheckpoint
+from diloco.island.exchange.contributions import Send
 from diloco.island.exchange.exchange import Exchange, SyncerConnection
 from diloco.island.exchange.staging import grouped
 from diloco.outer.fragments import Lane
@@ -677,7 +678,7 @@ def test_two_ranks_found_and_send_disjoint_lanes_and_one_carries_nothing(setting
 
         await asyncio.gather(*(rank.wait_until_entered(30.0) for rank, _ in ranks))
         for rank, lanes in ranks:
-            rank.send(outstanding(), {i: lanes_of(run.setting, -1.0 - i)[i] for i in lanes})
+            rank.send(Send(outstanding(), {i: lanes_of(run.setting, -1.0 - i)[i] for i in lanes}))
         await asyncio.gather(*(rank.wait_for_end(0, 30.0) for rank, _ in ranks))
 
         for rank, lanes in ranks:
@@ -706,9 +707,9 @@ def test_ranks_without_lanes_make_no_calls(setting: Setting) -> None:
             rank.enter({0: {}})
         await asyncio.gather(*(rank.wait_until_entered(30.0) for rank in (leader, *others)))
 
-        leader.send(outstanding(), lanes_of(run.setting, -1.0))
+        leader.send(Send(outstanding(), lanes_of(run.setting, -1.0)))
         for rank in others[:-1]:
-            rank.send(outstanding(), {})
+            rank.send(Send(outstanding(), {}))
         others[-1].decline(outstanding(), "its leader says so, too")
         await asyncio.gather(*(rank.wait_for_end(0, 30.0) for rank in (leader, *others)))
         assert leader.view(0).staged_version == 1
@@ -960,7 +961,7 @@ def test_a_pseudo_gradient_that_overflows_with_its_residual_ends_the_island(
         a.exchange._fragments[0].residual[0] = large = torch.full((128,), 3e38)
         a.exchange._fragments[0].residual_sums[0] = bit_sum(large)
 
-        a.exchange.send(outstanding(), {0: torch.full((128,), -3e38)})
+        a.exchange.send(Send(outstanding(), {0: torch.full((128,), -3e38)}))
         await asyncio.sleep(0.1)
 
         assert isinstance(a.exchange.failure, CodecError)
@@ -1019,7 +1020,7 @@ def test_a_round_over_a_thin_link_takes_the_time_of_its_bytes(setting: Setting) 
         loop = asyncio.get_running_loop()
         await asyncio.sleep(10.0)
         began = loop.time()
-        exchange.send(outstanding(), lanes_of(run.setting))
+        exchange.send(Send(outstanding(), lanes_of(run.setting)))
         await exchange.wait_for_end(0, 100.0)
         assert exchange.view(0).has_ended
         assert exchange.bytes_up > 2 * 160_256

@@ -563,8 +563,29 @@ def test_a_failing_rank_makes_both_raise_with_its_exit_code() -> None:
     first, second = run_ranks(fail_while_blocked, 2)
 
     assert first[:2] == (IslandFailed.__name__, 20)
-    assert "another rank of this island failed with exit code 20" in first[2]
+    assert first[2] == "rank 1 of this island failed with exit code 20: a lane is broken"
     assert second == (CodecError.__name__, 20, "a lane is broken")
+
+
+def fail_to_capture(island_rank: int) -> tuple[str, float]:
+    with island(island_rank, error_feedback=True) as rank:
+        if island_rank == 1:
+            rank.exchange._fragments[0].residual = {1: torch.zeros(3, dtype=torch.int8)}
+        began = time.monotonic()
+        with pytest.raises(DilocoError) as caught:
+            rank.io.drive(rank.session.capturing())
+        return f"{type(caught.value).__name__}: {caught.value}", time.monotonic() - began
+
+
+def test_what_breaks_in_one_ranks_thread_at_a_checkpoint_ends_all_at_once_by_name() -> None:
+    (first, first_s), (second, second_s) = run_ranks(fail_to_capture, 2)
+
+    reason = "cannot take the state of lanes for a checkpoint: RuntimeError("
+    assert second.startswith(f"DilocoError: {reason}")
+    code = DilocoError.exit_code
+    assert first.startswith(f"IslandFailed: rank 1 of this island failed with exit code {code}: ")
+    assert reason in first
+    assert max(first_s, second_s) < 10.0, "nobody waits until a collective times out"
 
 
 def lose_the_syncer(island_rank: int) -> tuple[str, int]:
@@ -725,6 +746,8 @@ def resume_with_a_lane_missing(island_rank: int, directory: str) -> str:
 def test_a_lane_that_one_rank_misses_ends_the_resume_on_both(tmp_path: Path) -> None:
     first, second = run_ranks(resume_with_a_lane_missing, 2, str(tmp_path))
 
-    told = "another rank of this island failed with exit code 2: see its log"
-    assert first == f"IslandFailed 2: {told}"
-    assert second.startswith("ConfigError 2: the outer state cannot be resumed: 'anchor/0/1'")
+    told = "the outer state cannot be resumed: 'anchor/0/1'"
+    assert first.startswith(
+        f"IslandFailed 2: rank 1 of this island failed with exit code 2: {told}"
+    )
+    assert second.startswith(f"ConfigError 2: {told}")

@@ -9,6 +9,8 @@ import pytest
 import torch
 from torch import Tensor
 
+from diloco.compression.compiled import can_compile
+from diloco.versions import value_digest
 from diloco.versions.value_digest import lane_digest, version_digest
 
 BLOCK = 1 << 16
@@ -46,6 +48,32 @@ def test_a_lane_is_digested_as_the_page_says(numel: int) -> None:
 def test_it_gives_the_digests_of_the_page() -> None:
     assert lane_digest(torch.ones(1)).hex() == "010080f1b507d910010080391ced6bf9"
     assert lane_digest(torch.arange(100_000.0)).hex() == "a04cb1797b14e50da0d4f328a5d128f9"
+
+
+# Inductor's own imports use deprecated parts of torch.
+@pytest.mark.slow
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")
+@pytest.mark.timeout(180)
+@pytest.mark.parametrize(
+    "backend",
+    [
+        "aot_eager",
+        pytest.param("inductor", marks=pytest.mark.skipif(not can_compile(), reason="no g++")),
+    ],
+)
+def test_compiled_it_gives_the_digests_of_the_page(
+    backend: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    torch.compiler.reset()
+    counters = torch._dynamo.utils.counters
+    counters.clear()
+    compiled = torch.compile(value_digest._sums, backend=backend, fullgraph=True, dynamic=False)
+    monkeypatch.setattr(value_digest, "_sums", compiled)
+
+    test_it_gives_the_digests_of_the_page()
+
+    assert counters["aot_autograd"]["ok"] == 2, "a kernel for either"
+    torch.compiler.reset()
 
 
 def test_blocks_beyond_the_first_weights_have_weights_of_their_own(

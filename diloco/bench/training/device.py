@@ -432,7 +432,7 @@ def _placed(is_apart: bool, watch: Callable[[], Callable[[], None]]) -> Iterator
     found, thread = LaneShards.find_room, DeviceThread("lanes")
     end = thread.submit(_DEVICE, watch).result()
 
-    def find_room(shards: LaneShards, num_vectors: int) -> None:
+    def find_room(shards: LaneShards, num_vectors: int, step_bytes: int) -> None:
         shards.place = LanePlace(_DEVICE, is_apart=is_apart, thread=thread)
 
     LaneShards.find_room = find_room  # type: ignore

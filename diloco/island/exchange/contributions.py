@@ -11,8 +11,9 @@ import asyncio
 import functools
 import logging
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Coroutine, Mapping
 from dataclasses import dataclass, replace
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -50,6 +51,26 @@ _DECLINE_AGAIN_S = 1.0
 
 
 @dataclass(frozen=True, slots=True)
+class Send:
+    """Lanes of a fragment to be contributed.
+
+    Args:
+        sent: What is sent.
+        local: Lane id -> local values at the send; overwritten.
+        limits: How far from their anchor values may lie (`farthest`); anywhere, where nothing is
+            known of the steps that made them.
+        is_tried: Whether it is held back until `release`.
+        free: Called when `local` is not read any more.
+    """
+
+    sent: Outstanding
+    local: Mapping[int, Tensor]
+    limits: tuple[float, float] = (math.inf, 0.0)
+    is_tried: bool = False
+    free: Callable[[], None] = lambda: None
+
+
+@dataclass(frozen=True, slots=True)
 class _MadeLane:
     """What a lane came to; `lane` is None where it is not finite, or where it lies `beyond`."""
 
@@ -80,54 +101,29 @@ class Contributions:
         self._submits: dict[int, list[asyncio.Task[None]]] = {}
         self.unsound_at, self.unsound = -1, ""
 
-    def send(
-        self,
-        fragment: IslandFragment,
-        sent: Outstanding,
-        local: Mapping[int, Tensor],
-        limits: tuple[float, float],
-        *,
-        is_tried: bool,
-        free: Callable[[], None],
-    ) -> None:
-        """Submit the pseudo-gradient of lanes; decline what is not finite, or cannot be right.
+    def send(self, fragment: IslandFragment, send: Send) -> None:
+        """Submit the pseudo-gradient of lanes; decline what is not finite, or cannot be right."""
+        self._begin(fragment, send.sent)
+        self._start_making(self._make(fragment, send))
 
-        Args:
-            fragment: The fragment.
-            sent: What is sent.
-            local: Lane id -> local values at the send; overwritten.
-            limits: How far from their anchor values may lie (`farthest`).
-            is_tried: Whether it is held back until `release`.
-            free: Called when `local` is not read any more.
-        """
-        self._begin(fragment, sent)
-        making = self._tasks.spawn(
-            self._make(fragment, sent, local, limits, is_tried=is_tried, free=free)
-        )
+    def _start_making(self, work: Coroutine[Any, Any, None]) -> None:
+        making = self._tasks.spawn(work)
         self._making.add(making)
         making.add_done_callback(self._making.discard)
 
-    async def _make(
-        self,
-        fragment: IslandFragment,
-        sent: Outstanding,
-        local: Mapping[int, Tensor],
-        limits: tuple[float, float],
-        *,
-        is_tried: bool,
-        free: Callable[[], None],
-    ) -> None:
+    async def _make(self, fragment: IslandFragment, send: Send) -> None:
         """Have the contribution made, off this loop, and submit it if it is still wanted then."""
-        p, anchor = sent.key.fragment_id, dict(fragment.anchor)
-        sending: dict[int, SentLane] = {}
+        sent, anchor = send.sent, dict(fragment.anchor)
+        p, sending = sent.key.fragment_id, dict[int, SentLane]()
         norms, beyond = [], ""
+        brought = (self._brought(fragment, anchor[lane_id], lane_id) for lane_id in fragment.lanes)
+        values = next(brought, None)
         for lane_id in fragment.lanes:  # all of one lane while it is in the CPU's caches
             began = loop_now()
-            residual = fragment.residual.get(lane_id), fragment.residual_sums.get(lane_id, 0)
-            values = local[lane_id], anchor[lane_id]
-            made = await self._place.run(
-                functools.partial(self._lane, sent.key, lane_id, *values, *residual, limits)
-            )
+            assert values is not None
+            making = self._place.run(functools.partial(self._lane, send, lane_id, *values))
+            values = next(brought, None)  # for the next lane, while this one is made
+            made = await making
             norms.append(made.norm)
             if made.has_flipped:
                 self.forget(fragment, lane_id)
@@ -137,7 +133,7 @@ class Contributions:
                 break
             sending[lane_id] = made.lane
             self._emit_phase("encode", sent.key, lane_id, began)
-        free()
+        send.free()
         norm = math.hypot(*norms)
         if beyond:
             self._decline_unsound(fragment, sent, norm, beyond)
@@ -151,25 +147,31 @@ class Contributions:
             self._on_event(told)
             return
         fragment.sending, fragment.held_back = sending, told
-        if not is_tried:
+        if not send.is_tried:
             self.release(fragment, "")
+
+    def _brought(
+        self, fragment: IslandFragment, anchor: Tensor, lane_id: int
+    ) -> tuple[Tensor, Tensor | None, int]:
+        """Launch the copies, on the stream of this loop, of what a lane is made with."""
+        residual, there = fragment.residual.get(lane_id), self._place.there
+        left_over = None if residual is None else there(residual)
+        return there(anchor), left_over, fragment.residual_sums.get(lane_id, 0)
 
     def _lane(
         self,
-        key: RoundKey,
+        send: Send,
         lane_id: int,
-        local: Tensor,
         anchor: Tensor,
         residual: Tensor | None,
         residual_sum: int,
-        limits: tuple[float, float],
     ) -> _MadeLane:
         """Subtract and encode a lane, where lanes are computed."""
-        rules, place = self._rules, self._place
+        key, rules, place = send.sent.key, self._rules, self._place
         anchor = place.there(anchor)
-        delta = pseudo_gradient_(local, anchor)
+        delta = pseudo_gradient_(send.local[lane_id], anchor)
         norm = l2_norm(delta)
-        beyond = farthest(delta, anchor, limits) if math.isfinite(norm) else ""
+        beyond = farthest(delta, anchor, send.limits) if math.isfinite(norm) else ""
         if beyond or not math.isfinite(norm):
             return _MadeLane(norm, beyond)
         before = None if residual is None else place.there(residual)
@@ -237,7 +239,9 @@ class Contributions:
     def resume(
         self, fragment: IslandFragment, sent: Outstanding, lanes: LaneCheckpoint, *, is_asking: bool
     ) -> None:
-        """Submit again what was outstanding when a checkpoint was taken.
+        """Submit again what was outstanding when a checkpoint was taken, once it is hashed.
+
+        It is not shown before that: its outcome needs what was sent.
 
         Args:
             fragment: The fragment.
@@ -245,16 +249,26 @@ class Contributions:
             lanes: As captured.
             is_asking: Whether its round is over, and only its outcome is asked for.
         """
-        self._begin(fragment, sent)
-        if lanes.is_declined and is_asking:
-            fragment.outcome = Verdict.DECLINED
+        if not lanes.is_declined:
+            self._start_making(self._make_again(fragment, sent, lanes, is_asking=is_asking))
             return
-        if lanes.is_declined:
+        self._begin(fragment, sent)
+        if is_asking:
+            fragment.outcome = Verdict.DECLINED
+        else:
             reason = "declined before the checkpoint that is resumed"
             self._start_decline(fragment, sent, reason)
-            return
-        for lane_id, payload in lanes.payload.items():
-            fragment.sending[lane_id] = SentLane.of(payload, lanes.residual_after.get(lane_id))
+
+    async def _make_again(
+        self, fragment: IslandFragment, sent: Outstanding, lanes: LaneCheckpoint, *, is_asking: bool
+    ) -> None:
+        def hashed() -> dict[int, SentLane]:
+            after = lanes.residual_after
+            return {i: SentLane.of(lane, after.get(i)) for i, lane in lanes.payload.items()}
+
+        sending = await self._place.run(hashed)
+        self._begin(fragment, sent)
+        fragment.sending = sending
         if not is_asking:
             self._submit_all(fragment, sent)
 

@@ -14,7 +14,6 @@ from __future__ import annotations
 import asyncio
 import functools
 import logging
-import math
 import random
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -24,7 +23,7 @@ from torch import Tensor
 from diloco.errors import DilocoError
 from diloco.island.exchange.calls import ExchangeRules, FragmentCalls, LinkParts, SyncerCalls
 from diloco.island.exchange.checkpoint_state import FragmentCheckpoint, LaneCheckpoint, StateLayout
-from diloco.island.exchange.contributions import Contributions
+from diloco.island.exchange.contributions import Contributions, Send
 from diloco.island.exchange.entry import FragmentEntry
 from diloco.island.exchange.fragment_state import IslandFragment, bit_sums
 from diloco.island.exchange.retried_calls import SyncerReach
@@ -40,9 +39,6 @@ from diloco.telemetry.events import AnchorMended, Event
 from diloco.transport.contracts import Transport
 
 logger = logging.getLogger(__name__)
-
-#: Limits of what is sent where nothing is known of the steps that made it.
-ANYWHERE = (math.inf, 0.0)
 
 
 @dataclass(frozen=True, slots=True)
@@ -280,29 +276,14 @@ class Exchange:
             lambda: all(view.anchor_version >= 0 for view in self._views.values()), at_most_s
         )
 
-    def send(
-        self,
-        sent: Outstanding,
-        local: Mapping[int, Tensor],
-        limits: tuple[float, float] = ANYWHERE,
-        is_tried: bool = False,
-        free: Callable[[], None] = lambda: None,
-    ) -> None:
+    def send(self, send: Send) -> None:
         """Submit the pseudo-gradient of this rank's lanes until its outcome is known.
 
         The training thread goes on with the next inner step meanwhile. One that is not finite is
         declined, three in a row are a failure; so is one that lies beyond its limits, and `unsound`
         says so.
-
-        Args:
-            sent: What is sent.
-            local: Lane id -> local values at the send; overwritten.
-            limits: How far from their anchor values may lie (`farthest`).
-            is_tried: Whether it is held back until `release`.
-            free: Called when `local` is not read any more.
         """
-        fragment = self._fragments[sent.key.fragment_id]
-        self._contributions.send(fragment, sent, local, limits, is_tried=is_tried, free=free)
+        self._contributions.send(self._fragments[send.sent.key.fragment_id], send)
 
     async def wait_until_made(self) -> None:
         """Wait until contributions that were posted are made, and their lanes' memory is free."""
@@ -310,6 +291,9 @@ class Exchange:
 
     async def tried(self, fragment_id: int, into: dict[int, Tensor]) -> None:
         """Put the lanes with half of what is held back into `into`, after what was posted."""
+        await self._tasks.finish(self._tried(fragment_id, into), "decode a send that is held back")
+
+    async def _tried(self, fragment_id: int, into: dict[int, Tensor]) -> None:
         into.update(await self._contributions.tried(self._fragments[fragment_id]))
 
     def release(self, fragment_id: int, reason: str) -> None:
@@ -347,7 +331,13 @@ class Exchange:
         await self._tasks.wait_until(lambda: self.view(fragment_id).has_ended, at_most_s)
 
     async def capture(self, into: dict[int, LaneCheckpoint]) -> None:
-        """Put the state of every fragment's lanes into `into`, after what was posted before."""
+        """Put the state of every fragment's lanes into `into`, after what was posted before.
+
+        An error becomes `failure`, of which the other ranks learn.
+        """
+        await self._tasks.finish(self._capture(into), "take the state of lanes for a checkpoint")
+
+    async def _capture(self, into: dict[int, LaneCheckpoint]) -> None:
         await self._contributions.made()
         for p, fragment in self._fragments.items():
             for lane_id in await self._place.run(fragment.flipped):
@@ -363,12 +353,12 @@ class Exchange:
 
     async def verify_anchors(self) -> None:
         """Hold all anchors against their digests; what memory has changed is fetched again."""
-        try:
-            for p, fragment in self._fragments.items():
-                for lane_id in await self._entry.verify(fragment):
-                    self._on_event(AnchorMended(p, fragment.anchor_version, lane_id))
-        except DilocoError as error:
-            self._tasks.fail(error)
+        await self._tasks.finish(self._verify_anchors(), "verify anchors")
+
+    async def _verify_anchors(self) -> None:
+        for p, fragment in self._fragments.items():
+            for lane_id in await self._entry.verify(fragment):
+                self._on_event(AnchorMended(p, fragment.anchor_version, lane_id))
 
     def pin(self, inner_step: int, versions: Sequence[int]) -> None:
         """Have the syncers keep these versions, durably, for the run checkpoint of a step.

@@ -16,7 +16,7 @@ from __future__ import annotations
 import asyncio
 import threading
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Awaitable, Callable
 from typing import TypeVar
 
 import torch
@@ -57,16 +57,17 @@ class LanePlace:
         self._copied: deque[tuple[torch.cuda.Event, Tensor]] = deque()
         self._copying = threading.Lock()
 
-    def there(self, values: Tensor) -> Tensor:
-        """Return values where they are computed with, in the order of this thread's stream.
+    def there(self, values: Tensor, device: torch.device | None = None) -> Tensor:
+        """Return values where they are computed with, or on a device, in this thread's stream.
 
         Values that are there already are nobody else's before that stream has read them.
         """
+        device = device or self.device
         if values.is_cuda:
             values.record_stream(torch.cuda.current_stream(values.device))
-        copy = values.to(self.device, non_blocking=True)
+        copy = values.to(device, non_blocking=True)
         if copy.is_cuda and copy is not values:
-            event = torch.cuda.current_stream(self.device).record_event()
+            event = torch.cuda.current_stream(device).record_event()
             with self._copying:  # held until they are copied: they may be of `PinnedRooms`
                 self._copied.append((event, values))
                 while self._copied and self._copied[0][0].query():  # type: ignore[no-untyped-call]
@@ -83,12 +84,18 @@ class LanePlace:
             return self._rooms.take(values.numel()).copy_(values, non_blocking=True)
         return values.to(self.device, copy=True, memory_format=torch.contiguous_format)
 
-    async def run(self, work: Callable[[], _T]) -> _T:
-        """Return what some work returns, or raise what it raises; done in order.
+    def release(self) -> None:
+        """Give back host memory for lanes that nobody holds."""
+        self._rooms.release()
 
-        It begins when what was submitted to the device before is there, and is done when the device
-        has done it.
+    def run(self, work: Callable[[], _T]) -> Awaitable[_T]:
+        """Do some work, to be awaited: return what it returns, or raise what it raises.
+
+        What is submitted is done in order. It begins when what was submitted to the device before
+        is there, and is done when the device has done it.
         """
         if self._thread is None:
-            return work()
-        return await asyncio.wrap_future(self._thread.submit(self.device, work))
+            done = asyncio.get_running_loop().create_future()
+            done.set_result(work())
+            return done
+        return asyncio.wrap_future(self._thread.submit(self.device, work))

@@ -2,7 +2,7 @@
 
 Every rank stores one box of each of its parameters (`boxes`), and may store nothing of others: the
 layers of other pipeline stages, say. From all ranks' boxes and the plan, two routes a fragment are
-made, once:
+made, once (`lane_layout`):
 
     collect      the one owner of each element (the lowest island rank that stores it) -> carrier
     distribute   carrier -> every rank that stores the element
@@ -20,12 +20,9 @@ It computes nothing: pseudo-gradients, codecs and anchors belong to callers, key
 
 from __future__ import annotations
 
-import itertools
 import logging
-import socket
 from collections import deque
 from collections.abc import Iterable, Iterator, Mapping
-from concurrent.futures import Future
 from copy import copy as shallow_copy
 from dataclasses import dataclass
 
@@ -36,21 +33,13 @@ from torch.profiler import record_function
 
 from diloco.compression.lanes import padding_of
 from diloco.device_thread import DeviceThread, SideStream
-from diloco.errors import PlanMismatch
-from diloco.island.lanes.boxes import (
-    Box,
-    are_disjoint,
-    boxes_of_range,
-    stored,
-    stored_box,
-    whole_shape,
-)
-from diloco.island.lanes.carriers import carriers_of, hosts_first
-from diloco.island.lanes.parameters import dtype_problems, gathered
+from diloco.island.lanes.boxes import stored
+from diloco.island.lanes.lane_layout import LaneLayout
 from diloco.island.lanes.place import LanePlace
-from diloco.island.lanes.routes import PASSING, Copy, Route, Slab, dot, strides_of
-from diloco.outer.fragments import Fragment, Plan, TensorSpec
+from diloco.island.lanes.routes import PASSING, Copy, Slab
+from diloco.outer.fragments import Plan
 from diloco.outer.merge import merge_
+from diloco.pinned_memory import PinnedRooms
 from diloco.transport.units import format_bytes
 
 logger = logging.getLogger(__name__)
@@ -62,19 +51,11 @@ _TRAINED_BYTES = 12
 
 
 @dataclass(frozen=True, slots=True)
-class _Prefetched:
-    """Lanes, and what they give this rank to merge, on its way to the device."""
-
-    lanes: Mapping[int, Tensor]
-    uploads: deque[tuple[Copy, Future[Tensor]]]
-
-
-@dataclass(frozen=True, slots=True)
 class _Ahead:
-    """Lanes that are kept apart, and their copies, which a stream makes where they are passed."""
+    """Lanes, and what goes to the device for them: themselves, or what ranks received of them."""
 
     lanes: Mapping[int, Tensor]
-    there: Mapping[int, Tensor]
+    uploads: deque[Tensor]
 
 
 class LaneShards:
@@ -114,23 +95,30 @@ class LaneShards:
         """Exchange boxes with the other ranks, check them, and make the two routes."""
         self._parameters = dict(parameters)
         self.place = LanePlace()
+        devices = {parameter.device for parameter in self._parameters.values()}
+        self._parameters_device = next(iter(devices)) if len(devices) == 1 else _CPU
+        self._pinned = PinnedRooms(self._parameters_device)
+        self._side = SideStream(self._parameters_device)
         self._ahead: _Ahead | None = None
-        self._side: SideStream | None = None
+        self._num_without_room = 0
         self._rooms: list[Tensor] = []  # each for what is carried of any fragment, nobody's now
         self._slabs: dict[bool, Tensor] = {}  # by whether they are sent
         self._group = group
         self._island_rank = 0 if group is None else dist.get_rank(group)
         self._num_ranks = 1 if group is None else dist.get_world_size(group)
-        self._carrier_hosts = carrier_hosts
         self._fragments = {fragment.fragment_id: fragment for fragment in plan.fragments}
         self._padding = {
             (fragment.fragment_id, lane.lane_id): padding_of(fragment, lane.lane_id)
             for fragment in plan.fragments
             for lane in fragment.lanes
         }
-        self._specs = {spec.name: spec for spec in plan.tensors}
-        self._holders = self._exchange_boxes(plan)
-        routes = {i: self._routes(fragment) for i, fragment in self._fragments.items()}
+        self._layout = LaneLayout.agreed(
+            plan, self._parameters, group=group, carrier_hosts=carrier_hosts
+        )
+        routes = {
+            i: self._layout.routes(fragment, self._island_rank, self._num_ranks)
+            for i, fragment in self._fragments.items()
+        }
         is_away = any(parameter.device.type != "cpu" for parameter in self._parameters.values())
         num_slabs = [[c.num_slabs(), d.num_slabs()] for c, d in routes.values()]
         largest = torch.tensor([*num_slabs, [is_away, is_away]])
@@ -138,9 +126,6 @@ class LaneShards:
             dist.all_reduce(largest, dist.ReduceOp.MAX, group=group)
         *most_slabs, (self._is_away, _) = largest.tolist()
         counts = dict(zip(routes, most_slabs, strict=True))
-        self._uploading = DeviceThread("diloco-upload")
-        self._prefetched: _Prefetched | None = None
-        self._num_without_room = 0
         self._collect = {i: collect.slabs(counts[i][0]) for i, (collect, _) in routes.items()}
         self._distribute = {i: route.slabs(counts[i][1]) for i, (_, route) in routes.items()}
         self._most_carried = max(sum(self._lane_numels(i).values()) for i in self._fragments)
@@ -150,26 +135,32 @@ class LaneShards:
         """Where the lanes of `collect` are, and those that are merged are passed."""
         return self.place.device
 
-    def find_room(self, num_vectors: int) -> None:
+    def find_room(self, num_vectors: int, step_bytes: int = 0) -> None:
         """Have lanes where the parameters are, as far as every rank has room there; collective.
 
-        They may take half of what is free, once gradients and moments are. Where only what comes
-        and goes finds room, they are computed there and kept in host memory. Work on them is done
-        by a thread from now on.
+        They may take half of what the first inner steps, which are yet to come, will leave free:
+        a measured peak would come after anchors have their place. The other half is for what a
+        forecast leaves out: gaps of the allocator, buffers of collectives, longer batches of an
+        evaluation. Where only what comes and goes finds room, lanes are computed there and kept in
+        host memory. Work on them is done by a thread from now on.
 
         Args:
             num_vectors: Vectors of each lane that the callers keep.
+            step_bytes: That inner steps take of the device besides parameters, at their peak; 0:
+                not known, gradients and two moments are left room.
         """
         thread = DeviceThread("diloco-lanes")
         if not self._is_away:
             self.place = LanePlace(thread=thread)
             return
-        devices = {parameter.device for parameter in self._parameters.values()}
+        device = self._parameters_device
         carried = sum(sum(self._lane_numels(i).values()) for i in self._fragments)
         passing = _ITEM_BYTES * PASSING * self._most_carried
         needed = _ITEM_BYTES * num_vectors * carried + passing
-        device = next(iter(devices)) if len(devices) == 1 else _CPU
-        room = self._free_bytes(device) // 2 if self._reaches(device) else -1
+        stored_numel = sum(stored(parameter).numel() for parameter in self._parameters.values())
+        taken = step_bytes or _TRAINED_BYTES * stored_numel
+        free = self._free_bytes(device) if self._reaches(device) else None
+        room = -1 if free is None else max(0, free - taken) // 2
         has_room = torch.tensor([passing <= room, needed <= room], dtype=torch.int64)
         if self._group is not None:
             dist.all_reduce(has_room, dist.ReduceOp.MIN, group=self._group)
@@ -192,14 +183,12 @@ class LaneShards:
                 format_bytes(room) if room >= 0 else "not known",
             )  # fmt: skip
 
-    def _free_bytes(self, device: torch.device) -> int:
-        """Return what training will leave free of a device; -1 where that is not known."""
+    def _free_bytes(self, device: torch.device) -> int | None:
+        """Return what is free of a device now; None where that is not known."""
         if device.type != "cuda":
-            return -1
+            return None
         free, _ = torch.cuda.mem_get_info(device)
-        free += torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
-        stored_numel = sum(stored(parameter).numel() for parameter in self._parameters.values())
-        return max(0, free - _TRAINED_BYTES * stored_numel)
+        return free + torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
 
     def _reaches(self, device: torch.device) -> bool:
         """Whether ranks can exchange what lies on such devices."""
@@ -207,14 +196,14 @@ class LaneShards:
 
     def carrier(self, fragment_id: int, lane_id: int) -> int:
         """Return the island rank that carries a lane."""
-        return self._carriers[fragment_id, lane_id]
+        return self._layout.carriers[fragment_id, lane_id]
 
     def owned(self) -> frozenset[str]:
         """Return what `collect` reads here: of ranks that store the same part the first has it."""
         mine = self._island_rank
         return frozenset(
             name
-            for name, holders in self._holders.items()
+            for name, holders in self._layout.holders.items()
             if mine in holders and mine == min(r for r in holders if holders[r] == holders[mine])
         )
 
@@ -283,52 +272,41 @@ class LaneShards:
     def prefetch(self, fragment_id: int, lanes: Mapping[int, Tensor]) -> None:
         """Begin to copy to the parameters' device what a `distribute` will merge; collective.
 
-        It finds them there if it is given these very lanes, and writes the same bits. Until then
-        they take as much room on the device as the fragment's parameters there, of one fragment:
-        the last one asked for; what finds no room is merged from where it is. Where lanes are kept
-        with the parameters, nothing happens, as with lanes that are on their way.
+        It finds them there if it is given these very lanes, and writes the same bits. The stream of
+        the copies does not wait for what training has launched. Until then they take as much room
+        on the device as the fragment's lanes or parameters here, of one fragment: the last one
+        asked for; what finds no room is merged from where it is. Where lanes are kept with the
+        parameters, nothing happens, as with lanes that are on their way.
 
         Args:
             fragment_id: Fragment of the plan.
-            lanes: As `distribute` takes them; not written to before that.
+            lanes: As `distribute` takes them, and there; not written to before that.
         """
-        if self.place.is_apart:
-            if self._ahead is None or self._ahead.lanes is not lanes:
-                self._ahead = None  # gives room before more is taken
-                with record_function("diloco/prefetch"):
-                    self._ahead = _Ahead(lanes, self._copied_ahead(lanes))
-            return
-        is_there = self._prefetched is not None and self._prefetched.lanes is lanes
-        if is_there or not self._is_away or self.device != _CPU:
+        is_there = self._ahead is not None and self._ahead.lanes is lanes
+        is_passed_on_host = self._is_away and self.device == _CPU
+        if is_there or not (self.place.is_apart or is_passed_on_host):
             return
         self._check_lanes(fragment_id, lanes)
-        self._prefetched = None  # gives room before more is taken
-        uploads: deque[tuple[Copy, Future[Tensor]]] = deque()
+        self._ahead = None  # gives room before more is taken
+        uploads: deque[Tensor] = deque()
         with record_function("diloco/prefetch"):
-            for copy, values in self._sent_out(fragment_id, lanes, is_kept=True):
-                device = self._in_parameter(copy).device
-                uploads.append((copy, self._uploading.submit(device, self._upload, values, device)))
-        self._prefetched = _Prefetched(lanes, uploads)
+            parts = [*lanes.values()] if self.place.is_apart else self._received(fragment_id, lanes)
+            self._side.submit(lambda: uploads.extend(map(self._uploaded, parts)), at_once=True)
+        self._ahead = _Ahead(lanes, uploads)
 
-    def _copied_ahead(self, lanes: Mapping[int, Tensor]) -> Mapping[int, Tensor]:
-        """Copy lanes to where they are passed, next to training; without room give what is there.
+    def _received(self, fragment_id: int, lanes: Mapping[int, Tensor]) -> list[Tensor]:
+        """Pass lanes in host memory; returns what this rank receives, a slab each, pinned."""
+        slabs = []
+        for held, carried in self._distribute[fragment_id]:
+            slabs.append(self._pinned.take(sum(held.splits)))
+            sources = (copy.in_lane(lanes[copy.lane_id]) for copy in carried.copies)
+            self._exchange(carried, sources, held, kept=slabs[-1])
+        return slabs
 
-        On one stream: what an allocator has kept for one is of no use to another.
-        """
-        if self._side is None:
-            self._side = SideStream(self.device)
-        there: dict[int, Tensor] = {}
+    def _uploaded(self, values: Tensor) -> Tensor:
+        """Copy to the device; where there is no room for it, give what is there: it merges late."""
         try:
-            self._side.submit(lambda: there.update(self._there(lanes)))
-        except torch.OutOfMemoryError:
-            self._num_without_room += len(lanes)
-            return lanes
-        return there
-
-    def _upload(self, values: Tensor, device: torch.device) -> Tensor:
-        """Copy to a device; where there is no room for it, give what is there: it merges later."""
-        try:
-            return values.to(device)
+            return self.place.there(values, self._parameters_device)
         except torch.OutOfMemoryError:
             self._num_without_room += 1
             return values
@@ -355,7 +333,7 @@ class LaneShards:
         """
         self._check_lanes(fragment_id, lanes)
         with record_function("diloco/distribute"):
-            for copy, values in self._to_merge(fragment_id, lanes):
+            for copy, values in self._sent_out(fragment_id, lanes):
                 local = self._in_parameter(copy)
                 merge_(local, values.to(local.device), local_mix)
 
@@ -387,38 +365,31 @@ class LaneShards:
             num_differing += int(differs.sum())
         return num_differing
 
-    def _to_merge(
-        self, fragment_id: int, lanes: Mapping[int, Tensor]
-    ) -> Iterator[tuple[Copy, Tensor]]:
-        """Yield what this rank merges: from the device, where it was prefetched."""
-        prefetched = self._prefetched
-        if prefetched is None or prefetched.lanes is not lanes:
-            yield from self._sent_out(fragment_id, lanes)
-            return
-        self._prefetched = None
-        while prefetched.uploads:  # each gives its room when it is merged
-            copy, upload = prefetched.uploads.popleft()
-            values = upload.result()
-            del upload
-            if values.is_cuda:  # made on another stream, whose next tensor must wait for this merge
-                values.record_stream(torch.cuda.current_stream(values.device))
-            yield copy, values
-
     def _sent_out(
-        self, fragment_id: int, lanes: Mapping[int, Tensor], *, is_kept: bool = False
+        self, fragment_id: int, lanes: Mapping[int, Tensor]
     ) -> Iterator[tuple[Copy, Tensor]]:
         """Yield every box that this rank stores of a fragment, with the lanes' values; collective.
 
-        Values are on `device`, or where the lanes are; theirs until the next, or if they are kept.
+        Values are on `device`, or where the lanes or what was prefetched of them are; theirs until
+        the next.
         """
-        if self._ahead is not None and self._ahead.lanes is lanes:
-            assert self._side is not None, "nothing was copied ahead"
+        if self.place.is_apart:
+            self.prefetch(fragment_id, lanes)  # on arrival nobody has
+        ahead = self._ahead
+        if ahead is not None and ahead.lanes is lanes:
+            self._ahead = None
             self._side.precede()
-            lanes, self._ahead = self._ahead.there, None
+            if self.place.is_apart:
+                lanes = dict(zip(lanes, ahead.uploads, strict=True))
+            else:
+                for held, _ in self._distribute[fragment_id]:  # each gives its room when merged
+                    slab = ahead.uploads.popleft()
+                    yield from held.views(self.place.there(slab, slab.device))
+                return
         lanes = self._there(lanes)
         for held, carried in self._distribute[fragment_id]:
             sources = (copy.in_lane(lanes[copy.lane_id]) for copy in carried.copies)
-            yield from self._exchange(carried, sources, held, is_kept=is_kept)
+            yield from self._exchange(carried, sources, held)
 
     def _there(self, lanes: Mapping[int, Tensor]) -> dict[int, Tensor]:
         """Return lanes where they are passed; no thread waits."""
@@ -445,95 +416,28 @@ class LaneShards:
                 f"contiguous float32 lanes of the sizes {numels} on {self.device} or cpu, got {got}"
             )
 
-    def _exchange_boxes(self, plan: Plan) -> dict[str, dict[int, Box]]:
-        """Return, by parameter, the box of every rank that stores a part of it."""
-        mismatches = _plan_problems(self._specs, self._parameters)
-        problems = dtype_problems(self._parameters)
-        boxes = {name: stored_box(parameter) for name, parameter in self._parameters.items()}
-        host = socket.gethostname()
-        mine = (plan.fingerprint(), self._carrier_hosts, mismatches, problems, host, boxes)
-        ranks = gathered(mine, self._group)
-        for rank, (fingerprint, carriers, mismatches, problems, *_) in enumerate(ranks):
-            if fingerprint != ranks[0][0] or carriers != ranks[0][1]:
-                mismatches = ["its plan or its carriers are not those of island rank 0"]
-            if mismatches or problems:
-                error = PlanMismatch if mismatches else ValueError
-                details = "; ".join([*mismatches, *problems])
-                raise error(f"cannot lay out the lanes of island rank {rank}: {details}")
-        if missing := sorted(self._specs.keys() - {name for r in ranks for name in r[-1]}):
-            raise PlanMismatch(
-                f"cannot lay out the lanes: of the plan's parameters no rank of the island stores "
-                f"{missing}"
-            )
-        in_turn = hosts_first([host for *_, host, _ in ranks], self._carrier_hosts)
-        self._carriers = carriers_of(plan.fragments, in_turn)
-        holders = {
-            name: {
-                rank: boxes[name]
-                for rank, (*_, boxes) in enumerate(ranks)
-                if name in boxes and boxes[name].numel
-            }
-            for name in self._specs
-        }
-        _check_cover(self._specs, holders)
-        return holders
-
-    def _routes(self, fragment: Fragment) -> tuple[Route, Route]:
-        """Walk lanes, tensors and ranks in one order, the same on all ranks."""
-        collect, distribute = Route(self._num_ranks), Route(self._num_ranks)
-        for lane, entry in itertools.product(fragment.lanes, fragment.entries):
-            origin = entry.offset - entry.start - lane.start  # of the tensor in the lane
-            start, end = max(entry.start, -origin), min(entry.end, lane.numel - origin)
-            if start >= end:
-                continue
-            carrier = self.carrier(fragment.fragment_id, lane.lane_id)
-            shape = self._specs[entry.name].shape
-            strides = strides_of(shape)
-            regions = boxes_of_range(shape, start, end)
-            owned: set[Box] = set()
-            for rank, box in self._holders[entry.name].items():
-                is_owner = box not in owned
-                owned.add(box)
-                if self._island_rank not in (rank, carrier):
-                    continue
-                parts = filter(None, (box.intersect(region) for region in regions))
-                copies = [
-                    Copy(
-                        entry.name,
-                        lane.lane_id,
-                        part.shifted(-offset for offset in box.offsets),
-                        strides,
-                        origin + dot(part.offsets, strides),
-                    )
-                    for part in parts
-                ]
-                for route in (collect, distribute) if is_owner else (distribute,):
-                    if rank == self._island_rank:
-                        route.held[carrier] += copies
-                    if carrier == self._island_rank:
-                        route.carried[rank] += copies
-        return collect, distribute
-
     def _in_parameter(self, copy: Copy) -> Tensor:
         return stored(self._parameters[copy.name])[copy.box.slices]
 
     def _exchange(
-        self, sent: Slab, sources: Iterable[Tensor], received: Slab, *, is_kept: bool = False
+        self, sent: Slab, sources: Iterable[Tensor], received: Slab, kept: Tensor | None = None
     ) -> Iterator[tuple[Copy, Tensor]]:
-        """Send one slab, and yield every copy of the slab received with its values."""
-        if self._group is None:
+        """Send one slab, and yield every copy of the slab received with its values.
+
+        It is received where it is `kept`, if it is.
+        """
+        if self._group is None and kept is None:
             # Both ends are this rank and list the same copies in the same order: nothing travels.
             return zip(received.copies, sources, strict=True)
-        outgoing = self._slab(sum(sent.splits), is_sent=True)
+        incoming = self._slab(sum(received.splits), is_sent=False) if kept is None else kept
+        outgoing = incoming
+        if self._group is not None:
+            outgoing = self._slab(sum(sent.splits), is_sent=True)
         for (_, view), source in zip(sent.views(outgoing), sources, strict=True):
             view.copy_(source)
-        received_numel = sum(received.splits)
-        incoming = (
-            torch.empty(received_numel, device=self.device)
-            if is_kept
-            else self._slab(received_numel, is_sent=False)
-        )
-        dist.all_to_all_single(incoming, outgoing, received.splits, sent.splits, group=self._group)
+        if self._group is not None:
+            splits = received.splits, sent.splits
+            dist.all_to_all_single(incoming, outgoing, *splits, group=self._group)
         return received.views(incoming)
 
     def _slab(self, numel: int, *, is_sent: bool) -> Tensor:
@@ -542,36 +446,3 @@ class LaneShards:
         if slab is None or slab.numel() < numel or slab.device != self.device:
             slab = self._slabs[is_sent] = torch.empty(numel, device=self.device)
         return slab[:numel]
-
-
-def _check_cover(specs: Mapping[str, TensorSpec], holders: Mapping[str, Mapping[int, Box]]) -> None:
-    """Require that the distinct boxes of every parameter are its exact partition."""
-    checked: set[tuple[tuple[int, ...], frozenset[Box]]] = set()
-    for name, spec in specs.items():
-        boxes = frozenset(holders[name].values())
-        if (spec.shape, boxes) in checked:
-            continue
-        covered = sum(box.numel for box in boxes)
-        overlaps = len(boxes) > 1 and not are_disjoint(boxes)
-        if covered != spec.numel or overlaps:
-            raise ValueError(
-                f"the island's ranks must store each of the {spec.numel} elements of parameter "
-                f"{name!r} {list(spec.shape)} once, replicas aside; they store {covered}"
-                f"{', some in differing shards' if overlaps else ''}: {dict(holders[name])}; place "
-                "it by Shard and Replicate, alike on all ranks"
-            )
-        checked.add((spec.shape, boxes))
-
-
-def _plan_problems(specs: Mapping[str, TensorSpec], parameters: Mapping[str, Tensor]) -> list[str]:
-    unknown = sorted(parameters.keys() - specs.keys())
-    shapes = [
-        f"{name!r} has the shape {list(whole_shape(parameters[name]))}, in the plan "
-        f"{list(spec.shape)}"
-        for name, spec in specs.items()
-        if name in parameters and whole_shape(parameters[name]) != spec.shape
-    ]
-    return [
-        *([f"it has parameters that the plan lacks: {unknown}"] if unknown else []),
-        *shapes,
-    ]

@@ -42,7 +42,7 @@ from diloco.data.prefetch import PrefetchedBatches
 from diloco.durable import DiskFull, write_durably
 from diloco.errors import ConfigError, DilocoError, FingerprintMismatch
 from diloco.faults.training import rank_faults
-from diloco.forecast.rank_memory import check_host_memory
+from diloco.forecast.rank_memory import check_host_memory, forecast_rank
 from diloco.io_thread import IoThread
 from diloco.island.connection import Connection
 from diloco.island.groups import make_groups
@@ -303,6 +303,7 @@ class _Rank:
                 island has trained here before.
         """
         connection.on_join = self._joined
+        memory = forecast_rank(self._config, self._config.island, 0)
         try:
             self._outer = DiLoCo(
                 model,
@@ -312,6 +313,7 @@ class _Rank:
                 data_digest=data.digest,
                 tokenizer_digest=data.tokenizer_digest,
                 overwrite_initial=bool(self._config.run.warm_start),
+                step_bytes=memory.peak_bytes - memory.parameter_bytes,
             )
         except FingerprintMismatch:
             check_earlier_text(self._output_dir, self._config, data)
