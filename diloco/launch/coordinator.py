@@ -52,6 +52,7 @@ from diloco.errors import AggregationError, ConfigError
 from diloco.extras import require
 from diloco.faults.process import wall_clock
 from diloco.launch.held_state import HeldState, holding_state
+from diloco.launch.page_process import PageProcess
 from diloco.launch.process.disk_full_retry import retry_disk_full_async
 from diloco.launch.process.ending import StopRequest, first_of, note_signals_async
 from diloco.launch.process.logs import bound_output
@@ -90,6 +91,7 @@ _T = TypeVar("_T")
 
 _DRAIN_S = 1.0
 _LOOK_S = 0.05
+_PAGE_LOOK_S = 0.25
 #: For which syncers on machines of their own have time to be heard of at the end.
 _PLACED_WORD_S = 5.0
 #: What the audit log has of a resume before there is a checkpoint.
@@ -111,6 +113,7 @@ async def run_coordinator(
     resume_stopped: bool = False,
     at_step: int | None = None,
     is_standby: bool = False,
+    page: PageProcess | None = None,
     linger_s: float = 5.0,
 ) -> int:
     """Coordinate a run until it is over, or stopped by signals.
@@ -130,6 +133,7 @@ async def run_coordinator(
         at_step: Inner step of that checkpoint; None takes the newest that is whole.
         is_standby: Whether to wait for the end of a machine that holds the run's state in an object
             store, and to take it over then.
+        page: That is to be served while this serves.
         linger_s: Seconds for which a failed run is still answered, so that its islands learn why;
             shorter when all have left.
 
@@ -167,7 +171,7 @@ async def run_coordinator(
                     state.journal, waits_for_room=True, replica=held.replica
                 ) as journal:
                     start = _Start(config, state, held, journal, announce)
-                    run = await start.run(resume, resume_stopped, at_step, linger_s)
+                    run = await start.run(resume, resume_stopped, at_step, linger_s, page)
                     return await run.coordinate()
     except Held as error:
         raise ConfigError(
@@ -179,6 +183,9 @@ async def run_coordinator(
                 else "give this run another coordinator.state_dir"
             )
         ) from error
+    finally:
+        if page is not None:
+            page.close()
 
 
 @dataclass(frozen=True, slots=True)
@@ -192,7 +199,12 @@ class _Start:
     announce: Callable[[str], None]
 
     async def run(
-        self, resume: bool, resume_stopped: bool, at_step: int | None, linger_s: float
+        self,
+        resume: bool,
+        resume_stopped: bool,
+        at_step: int | None,
+        linger_s: float,
+        page: PageProcess | None,
     ) -> _Run:
         """Go on with the run that is there, or from a checkpoint of it; see `run_coordinator`."""
         config, state, journal, announce = self.config, self.state, self.journal, self.announce
@@ -228,7 +240,7 @@ class _Start:
             membership.apply(entries)
             announce(f"start every island that has ended: {commands_of_islands(config)}")
         signals = note_signals_async(num_graceful=1)
-        return _Run(config, state, self.held, journal, announce, linger_s, signals)
+        return _Run(config, state, self.held, journal, announce, linger_s, signals, page)
 
 
 def _with_settings(
@@ -302,6 +314,7 @@ class _Run:
     announce: Callable[[str], None]
     linger_s: float
     signals: StopRequest
+    page: PageProcess | None
     membership: Membership = field(init=False)
 
     async def coordinate(self) -> int:
@@ -389,6 +402,7 @@ class _Run:
                 _asked_to_stop(coordinator, membership, self.signals, self.announce),
                 *(s.run() for s in supervisors),
                 *([coordinator.move_fragments(self._syncer_stores)] if config.syncers else []),
+                *([self._keep_page(self.page)] if self.page is not None else []),
             )
             if membership.fatal_reason or coordinator.is_halting or membership.is_returning:
                 await _linger(membership, self.linger_s)
@@ -403,6 +417,13 @@ class _Run:
         if membership.is_returning and not self.signals.asked.is_set():
             return 0  # it goes on
         return self._show_end(coordinator.run_status)
+
+    async def _keep_page(self, page: PageProcess) -> None:
+        endpoint = read_endpoint(self.state.coordinator)
+        assert endpoint is not None, "this process has written it"
+        while True:
+            page.look(endpoint.address)
+            await asyncio.sleep(_PAGE_LOOK_S)
 
     @property
     def _syncer_stores(self) -> _SyncerStores:

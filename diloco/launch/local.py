@@ -38,6 +38,7 @@ from diloco.checkpoint.run_checkpoints import (
 from diloco.config.load import resolved_toml
 from diloco.config.schema import Config
 from diloco.errors import ConfigError, CoordinatorUnavailable
+from diloco.launch.page_process import PageProcess
 from diloco.launch.process.children import end_all, last_words, spawn, wait_for_all
 from diloco.launch.process.emulated import Emulated
 from diloco.launch.process.ending import Interrupted, StopRequest
@@ -72,6 +73,7 @@ class LocalRun:
         resume_step: Inner step of the run checkpoint to go on from; None: a new run, or one that
             goes on where it was.
         emulated: The network that this process is in, if it is not the machine's own.
+        page: That is to be served as long as the run is; this object's from now on.
         environment: Variables of all its processes, beyond this one's.
         look_s: Seconds between two looks at the processes.
 
@@ -83,6 +85,7 @@ class LocalRun:
     request: StopRequest = field(default_factory=lambda: StopRequest(num_graceful=1))
     resume_step: int | None = None
     emulated: Emulated | None = None
+    page: PageProcess | None = None
     environment: Mapping[str, str] = field(default_factory=dict)
     look_s: float = _LOOK_S
     coordinator: subprocess.Popen[bytes] | None = None
@@ -114,6 +117,8 @@ class LocalRun:
 
     def __exit__(self, *_: object) -> None:
         """End every process that is left, the syncer included."""
+        if self.page is not None:
+            self.page.close()
         end_all(self.islands.values(), _END_S)
         if self.coordinator is not None:
             self.coordinator.terminate()  # this asks it kindly, and the next one forces it
@@ -179,6 +184,8 @@ class LocalRun:
             if self._has_stopped() or (self._asked_pid and any(self.ended.values())):
                 break
             self._look_after_syncers()
+            if self.page is not None:
+                self.page.look(self.address)
             self._pass_on()
             self.request.check()
             on_look()

@@ -17,8 +17,10 @@ from diloco.cli.terminal.options import (
     Certs,
     Insecure,
     Overrides,
+    PageOptions,
     RunFile,
     Tokens,
+    WithPage,
     flag,
     option,
 )
@@ -63,6 +65,8 @@ def coordinator(
             "--standby",
         ),
     ] = False,
+    page: WithPage = False,
+    page_options: PageOptions = "",
 ) -> None:
     """Coordinate a run and keep its syncer alive; prints the address that islands need.
 
@@ -76,9 +80,13 @@ def coordinator(
     other one, with the same file, goes on with all that was published, once this one is silent for
     10 s. --standby waits for that.
 
+    With --page it starts diloco page in a process of its own, for this machine's browsers unless
+    --page-options say more; it is started again when it dies, and ends with the coordinator.
+
     Example: diloco coordinator configs/runs/two-islands.toml
     """
     from diloco.cli.run.doctor import show_at_start
+    from diloco.cli.run.page import page_process
     from diloco.config.load import load_config
     from diloco.launch.coordinator import run_coordinator
 
@@ -89,6 +97,7 @@ def coordinator(
     run = run_coordinator(
         config,
         announce=typer.echo,
+        page=page_process(config, page, page_options, typer.echo),
         resume=resume,
         resume_stopped=resume_stopped,
         at_step=at_step,

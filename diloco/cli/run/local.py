@@ -13,7 +13,15 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 from rich.console import Console
 
-from diloco.cli.terminal.options import AsJson, Overrides, RunFile, flag, option
+from diloco.cli.terminal.options import (
+    AsJson,
+    Overrides,
+    PageOptions,
+    RunFile,
+    WithPage,
+    flag,
+    option,
+)
 from diloco.cli.terminal.progress import answering, notes, output, waiting
 from diloco.errors import ConfigError, CoordinatorUnavailable
 from diloco.launch.process.ending import Interrupted, note_signals
@@ -21,6 +29,7 @@ from diloco.launch.process.ending import Interrupted, note_signals
 if TYPE_CHECKING:  # commands import what they need when they run
     from diloco.config.schema import Config
     from diloco.launch.local import LocalRun
+    from diloco.launch.page_process import PageProcess
     from diloco.launch.process.emulated import Emulated
     from diloco.launch.process.ending import StopRequest
 
@@ -48,6 +57,8 @@ def local(
         flag("Go on, from the newest whole checkpoint if there is one.", "--resume"),
     ] = False,
     at: Annotated[int | None, option("With --resume: from that checkpoint.", "STEP", min=0)] = None,
+    page: WithPage = False,
+    page_options: PageOptions = "",
     as_json: AsJson = False,
 ) -> None:
     """Run everything on this machine: coordinator, syncer, and all islands.
@@ -62,6 +73,7 @@ def local(
 
     Example: diloco local configs/runs/demo.toml --set run.inner_steps=100
     """
+    from diloco.cli.run.page import page_process
     from diloco.cli.run.report import show_report
     from diloco.config.load import load_config
     from diloco.launch.local import without_links
@@ -74,10 +86,11 @@ def local(
     if (emulated := Emulated.surrounding(os.environ)) is not None:
         config = emulated.placed(config)
     command = _command(run_file, overrides or (), islands)
+    shown = page_process(config, page, page_options, console.print)
     step = _prepare(config, console, command, fresh=fresh, resume=resume, at=at)
     with note_signals(num_graceful=1) as request:
         try:
-            ended, code, is_stopped = _run(config, console, request, step, emulated)
+            ended, code, is_stopped = _run(config, console, request, step, emulated, shown)
         except Interrupted:
             ended, code, is_stopped = {}, 0, True
     if is_stopped:
@@ -152,6 +165,7 @@ def _run(
     request: StopRequest,
     resume_step: int | None,
     emulated: Emulated | None,
+    page: PageProcess | None,
 ) -> tuple[dict[str, int], int, bool]:
     """Run every process to its end.
 
@@ -160,7 +174,7 @@ def _run(
     """
     from diloco.launch.local import LocalRun
 
-    with LocalRun(config, request, resume_step, emulated) as run:
+    with LocalRun(config, request, resume_step, emulated, page) as run:
         reading = "" if resume_step is None else ", which reads the whole checkpoint"
         with waiting(console, f"waiting for the coordinator{reading}"):
             run.start()

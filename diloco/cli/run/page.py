@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import asyncio
+import shlex
 import socket
 import stat
+from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -16,6 +18,8 @@ from diloco.errors import ConfigError
 from diloco.extras import require
 
 if TYPE_CHECKING:  # commands import what they need when they run
+    from diloco.config.schema import Config
+    from diloco.launch.page_process import PageProcess
     from diloco.page.sources import Source
 
 
@@ -43,6 +47,10 @@ def page(
     certs: Certs = "",
     tokens: Tokens = "",
     insecure: Insecure = False,
+    descriptor: Annotated[
+        int,
+        option("Inherited socket to listen at; it ends with its standard input.", "N", hidden=True),
+    ] = -1,
 ) -> None:
     """Serve a page that shows a run in a browser; prints its address, and runs until Ctrl-C.
 
@@ -56,6 +64,8 @@ def page(
     as the commands of these names do. Of a state directory it reads the events, as they are
     written; several are shown next to each other, with the settings that differ.
 
+    diloco coordinator RUN.toml --page, or diloco local, starts it along with the run.
+
     The page is for this machine alone. For others give --listen, --certificate, --key and
     --token-file (openssl rand -hex 32 > FILE; chmod 600 FILE); or leave it as it is, and come by
     ssh -L.
@@ -63,24 +73,22 @@ def page(
     Example: diloco page 127.0.0.1:29400
     """
     require("diloco page", "starlette")
+    from diloco.launch.process.ending import end_with_starter
     from diloco.page.access import Access
     from diloco.page.server import Page, serve
     from diloco.transport.addresses import is_loopback
 
-    host, listening = _bound(listen)
+    if descriptor >= 0:
+        end_with_starter()
+    host, listening = _bound(listen, descriptor)
     with listening:
-        is_exposed = not is_loopback(host)
-        _check_exposure(listen, is_exposed, certificate, key, token_file)
-        if acts and not token_file:
-            raise ConfigError("--acts lets others act on a run: give --token-file, too")
-        token = _token(token_file) if token_file else ""
-        hosts = _names(certificate) if certificate else []
+        token, hosts = _allowed(listen, host, certificate, key, token_file, acts)
         sources = [source_of(each, certs, tokens, insecure) for each in runs]
         port = int(listening.getsockname()[1])
         shown = Page(
             sources, Access(token, hosts), port=port, is_encrypted=bool(certificate), may_act=acts
         )
-        called = host if not is_exposed else next(iter(hosts), host)
+        called = host if is_loopback(host) else next(iter(hosts), host)
         url = f"{'https' if certificate else 'http'}://{called}:{port}/"
 
         def announce() -> None:
@@ -89,8 +97,54 @@ def page(
         asyncio.run(serve(shown, listening, announce, certificate=certificate, key=key))
 
 
-def _bound(listen: str) -> tuple[str, socket.socket]:
-    """Bind the address; gives its host, too.
+def page_process(
+    config: Config, is_asked: bool, options: str, announce: Callable[[str], None]
+) -> PageProcess | None:
+    """Bind and check a page that is to be started along with a run; None: none is asked for.
+
+    Args:
+        config: The run; the page's credentials are those of its operator on this machine.
+        is_asked: Whether there is to be one; it is, too, where there are options.
+        options: Of `diloco page`, as they are typed.
+        announce: See `PageProcess`.
+
+    Raises:
+        ConfigError: If the options, or the operator's files, cannot be used.
+    """
+    if not (is_asked or options):
+        return None
+    require("--page", "starlette")
+    from typer.main import get_command
+
+    from diloco.launch.page_process import PageProcess
+    from diloco.security.security import Security
+    from diloco.transport.identity import Identity, Role
+
+    try:
+        words = shlex.split(options)
+    except ValueError as error:
+        raise ConfigError(f"--page-options {options}: {error}; quote it as a shell does") from error
+    alone = typer.Typer(add_completion=False)
+    alone.command()(page)
+    given = get_command(alone).make_context("diloco page", ["127.0.0.1:1", *words]).params
+    transport = config.transport
+    Security.open(
+        Identity(config.run.name, Role.OPERATOR),
+        certs=given["certs"] or transport.certs,
+        tokens=given["tokens"] or transport.tokens,
+    )
+    host, listening = _bound(given["listen"])
+    try:
+        names = ("listen", "certificate", "key", "token_file", "acts")
+        _allowed(host=host, **{name: given[name] for name in names})
+    except ConfigError:
+        listening.close()
+        raise
+    return PageProcess(config, words, listening, announce)
+
+
+def _bound(listen: str, descriptor: int = -1) -> tuple[str, socket.socket]:
+    """Bind the address, or take the socket that is bound to it; gives its host, too.
 
     Raises:
         ConfigError: If it cannot be.
@@ -99,6 +153,8 @@ def _bound(listen: str) -> tuple[str, socket.socket]:
 
     try:
         host, port = split_address(listen)
+        if descriptor >= 0:
+            return host, socket.socket(fileno=descriptor)
         family, kind, proto, _, address = socket.getaddrinfo(
             host.strip("[]"), port, type=socket.SOCK_STREAM
         )[0]
@@ -116,22 +172,27 @@ def _bound(listen: str) -> tuple[str, socket.socket]:
     return host, listening
 
 
-def _check_exposure(
-    listen: str, is_exposed: bool, certificate: str, key: str, token_file: str
-) -> None:
-    """Refuse a page that others reach without TLS and a token.
+def _allowed(
+    listen: str, host: str, certificate: str, key: str, token_file: str, acts: bool
+) -> tuple[str, list[str]]:
+    """Refuse a page that others reach without TLS and a token; gives the token, and its names.
 
     Raises:
-        ConfigError: Saying what is missing.
+        ConfigError: Saying what is missing, or cannot be used.
     """
+    from diloco.transport.addresses import is_loopback
+
     if bool(certificate) != bool(key):
         raise ConfigError("--certificate and --key belong together: give both, or none")
     given = {"--certificate": certificate, "--key": key, "--token-file": token_file}
-    if is_exposed and (missing := [name for name, value in given.items() if not value]):
+    if not is_loopback(host) and (missing := [name for name, value in given.items() if not value]):
         raise ConfigError(
             f"--listen {listen} is reached from other machines: give {' and '.join(missing)}, too, "
             f"or leave it on 127.0.0.1 and come by ssh -L"
         )
+    if acts and not token_file:
+        raise ConfigError("--acts lets others act on a run: give --token-file, too")
+    return _token(token_file) if token_file else "", _names(certificate) if certificate else []
 
 
 def _token(token_file: str) -> str:

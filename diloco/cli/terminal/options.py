@@ -87,6 +87,15 @@ Tokens = Annotated[
 Insecure = Annotated[
     bool, typer.Option("--insecure", help="Ask beyond this machine without encryption.")
 ]
+WithPage = Annotated[
+    bool, flag("Serve the run's page in a browser, too; prints its address.", "--page")
+]
+PageOptions = Annotated[
+    str,
+    option(
+        "The same, with options of diloco page: '--listen 127.0.0.1:8443', for example.", "OPTIONS"
+    ),
+]
 Overrides = Annotated[
     list[str] | None,
     typer.Option("--set", metavar="KEY=VALUE", help="Override a value of the file; repeatable."),
