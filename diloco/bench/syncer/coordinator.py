@@ -8,8 +8,6 @@ with other work it is late for that alone: see the row "idle".
 
     idle       nobody calls
     reports    of all islands, whose journal is on the disk
-    page       the same, and the page of the run asks for its state once a second, as it does for
-               however many look (`diloco page`)
     metrics    reports, and Prometheus scrapes the coordinator every five seconds
     cut        reports, and each island brings its part of a run checkpoint
     plan       the same, and one island after the other joins with a large plan that is not the
@@ -78,7 +76,6 @@ class CoordinatorSetting:
         step_s: Between two positions that differ.
         num_tensors: Of the plan that another island joins with, in the row "plan".
         stalls_ms: Bars of the longest stall, by row.
-        page_share: Bar of what the page adds to the share of a core that the loop is busy.
     """
 
     num_islands: int = 1000
@@ -91,13 +88,11 @@ class CoordinatorSetting:
         default_factory=lambda: {
             "idle": 20.0,
             "reports": 50.0,
-            "page": 50.0,
             "metrics": 50.0,
             "cut": 50.0,
             "plan": 500.0,
         }
     )
-    page_share: float = 0.02
 
 
 def run(
@@ -119,14 +114,22 @@ def run(
         Requirement(f"{r['row']}: longest stall", r["stall_ms"], setting.stalls_ms[r["row"]], "ms")
         for r in results
     ]
-    busy = {r["row"]: r["busy"] for r in results}
-    if {"reports", "page"} <= busy.keys():
-        share = busy["page"] - busy["reports"]
-        requirements.append(Requirement("the page", share, setting.page_share, "of a core"))
     return Report("coordinator", asdict(setting), _COLUMNS, results, requirements)
 
 
 async def _measure(setting: CoordinatorSetting, row: str, place: Path) -> dict[str, Any]:
+    async with (
+        coordinating(setting, place, is_cutting=row == "cut") as (coordinator, calls),
+        _scraped(coordinator) if row == "metrics" else contextlib.nullcontext(),
+    ):
+        return {"row": row, **await calls.measure(row)}
+
+
+@contextlib.asynccontextmanager
+async def coordinating(
+    setting: CoordinatorSetting, place: Path, *, is_cutting: bool = False
+) -> AsyncIterator[tuple[Coordinator, IslandCalls]]:
+    """Coordinate islands that have joined, with a journal in `place`; gives their calls, too."""
     names = tuple(f"island-{number:05d}" for number in range(setting.num_islands))
     membership = Membership(
         _RUN, names, "{}", lambda a, b: [], 1, num_checkpoints=1, claims=Claims(len(names), names)
@@ -148,17 +151,15 @@ async def _measure(setting: CoordinatorSetting, row: str, place: Path) -> dict[s
         network = LoopbackNetwork()
         server = network.server("coordinator", coordinator.handlers)
         await server.start()
-        calls = _Calls(setting, network.connect("coordinator"))
+        calls = IslandCalls(setting, network.connect("coordinator"))
         await calls.join_all(names)
         watching = asyncio.create_task(coordinator.watch())
-        if row == "cut":
+        if is_cutting:
             journal.write(entries := membership.cut())
             membership.apply(entries)
-        async with _scraped(coordinator) if row == "metrics" else contextlib.nullcontext():
-            figures = await calls.measure(row)
+        yield coordinator, calls
         watching.cancel()
         await server.stop(0.0)
-    return {"row": row, **figures}
 
 
 @contextlib.asynccontextmanager
@@ -190,48 +191,51 @@ async def _scraped(coordinator: Coordinator) -> AsyncIterator[None]:
         await server.stop()
 
 
-class _Calls:
+class IslandCalls:
     """The calls of all islands."""
 
     def __init__(self, setting: CoordinatorSetting, transport: Transport) -> None:
+        """Assign only."""
         self._setting = setting
         self._transport = transport
         self._grants: list[Grant] = []
         self._took_s: list[float] = []
+        self._passed_s = 0.0  # in earlier measurements
         self._asked: set[int] = set()  # islands whose part of the checkpoint is missing
         use = SyncerLinkUse(up_bps=1.5e9, down_bps=1.5e9, round_trip_s=0.08, failed_calls=300)
         self._link = LinkUse(interval_s=10.1, syncers=[use] * setting.num_syncers)
 
     async def join_all(self, names: Sequence[str]) -> None:
+        """Let all of them join."""
         plan = packed(_plan(1))
         for name in names:
             joined = JoinReply.FromString(await self._call("control.join", _join(name, plan)))
             self._grants.append(joined.grant)
 
     async def measure(self, row: str) -> dict[str, Any]:
+        """Let them report for as long as the setting says; returns the row's figures."""
         loop, setting = asyncio.get_running_loop(), self._setting
         other = packed(_plan(setting.num_tensors)) if row == "plan" else b""
         self._took_s.clear()
         under_way: set[asyncio.Task[Any]] = set()  # what is over would be the collector's work
         joining: asyncio.Task[Any] | None = None
-        num_joins = num_looks = 0
+        num_joins = 0
         began, cpu_s, stall_s, num_calls = loop.time(), time.thread_time(), 0.0, 0
         while (now := loop.time()) < began + setting.seconds:
             due = row != "idle" and int((now - began) / setting.report_s * len(self._grants))
             for number in range(num_calls, due):
-                under_way.add(call := asyncio.create_task(self._report(number, now - began)))
+                under_way.add(
+                    call := asyncio.create_task(self._report(number, self._passed_s + now - began))
+                )
                 call.add_done_callback(under_way.discard)
             num_calls = max(num_calls, due)
-            if row == "page" and now - began >= num_looks:
-                under_way.add(look := asyncio.create_task(self._call("control.status", b"")))
-                look.add_done_callback(under_way.discard)
-                num_looks += 1
             if other and (joining is None or joining.done()):
                 joining = asyncio.create_task(self._join_in_vain(num_joins, other))
                 num_joins += 1
             await asyncio.sleep(_WAKE_S)
             stall_s = max(stall_s, loop.time() - now - _WAKE_S)
         busy = (time.thread_time() - cpu_s) / setting.seconds
+        self._passed_s += setting.seconds
         await asyncio.gather(*under_way, *((joining,) if joining else ()))
         took_s = self._took_s
         return {
