@@ -309,15 +309,17 @@ class Connection:
         if self._registration is not None:
             assert self._exchange is not None
             self._registration.on_answer = self._exchange.coordinator_answered
-            start = self._registration.start_reporting
+            registration = self._registration
             link = LinkReport(self._exchange, self._wires.link)
 
             def progress() -> ReportRequest:
-                said = self.progress()
-                said.link.CopyFrom(link.use(time.monotonic(), self.island_moved))
+                said, now = self.progress(), time.monotonic()
+                said.link.CopyFrom(link.use(now, self.island_moved))
+                if (alarm := link.alarm(now, said.link, self.config.island_id)) is not None:
+                    registration.on_event(alarm)
                 return said
 
-            self.io.post(start, progress, self._exchange.fail, graceful_stop)
+            self.io.post(registration.start_reporting, progress, self._exchange.fail, graceful_stop)
 
     def check_going_on(self) -> None:
         """Raise what ended this start in the thread of the network.

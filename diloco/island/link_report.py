@@ -12,11 +12,17 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
+from diloco.protocol.run.alarms import AlarmKind
 from diloco.protocol.run.peer_bounds import MOST_LINK_BPS
 from diloco.protos.control_pb2 import LinkUse, SyncerLinkUse
-from diloco.telemetry.link_figures import Growth
+from diloco.telemetry.events import AlarmCleared, AlarmRaised
+from diloco.telemetry.link_figures import FULL, Growth, link_figures
 from diloco.transport.addresses import split_address
 from diloco.transport.tcp_counters import can_count, round_trips_s
+from diloco.transport.units import format_bandwidth
+
+#: Seconds for which a link is full before it is an alarm, which is raised again so often.
+FULL_S, _AGAIN_S = 600.0, 60.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,6 +65,8 @@ class LinkReport:
         self._exchange, self._settings = exchange, settings
         self._moved, self._failed = Growth(), Growth()
         self._sums: Sequence[tuple[int, int]] = ()
+        self._full_since: float | None = None
+        self._alarmed_at: float | None = None
 
     def use(self, now: float, island_moved: Sequence[tuple[int, int]] | None) -> LinkUse:
         """Say what the link does.
@@ -102,6 +110,28 @@ class LinkReport:
             down_capacity_bps=min(settings.down_bps, MOST_LINK_BPS),
             has_bucket=settings.has_bucket,
         )
+
+    def alarm(self, now: float, link: LinkUse, island: str) -> AlarmRaised | AlarmCleared | None:
+        """Say that the link has been full for too long, or is so no more; None: nothing new."""
+        fullness = link_figures(link).fullness or 0.0
+        if fullness < FULL:
+            self._full_since, was_alarmed = None, self._alarmed_at is not None
+            self._alarmed_at = None
+            return AlarmCleared(AlarmKind.LINK_FULL, island) if was_alarmed else None
+        if self._full_since is None:
+            self._full_since = now
+        last = self._alarmed_at
+        if now - self._full_since < FULL_S or (last is not None and now - last < _AGAIN_S):
+            return None
+        self._alarmed_at = now
+        rates = (format_bandwidth(bps) for bps in (link.up_capacity_bps, link.down_capacity_bps))
+        text = (
+            f"its link ({' up, '.join(rates)} down) has been full for over {FULL_S / 60:g} min, "
+            f"now {fullness:.0%}: it is late, or others wait for it. Raise transport.rate in its "
+            f"file if the line has more, or let it send less: diloco stop HOST:PORT, a smaller "
+            f"outer.uplink_codec, diloco coordinator RUN.toml --resume"
+        )
+        return AlarmRaised(AlarmKind.LINK_FULL, text, island)
 
     def _round_trips_s(self) -> list[float]:
         """Give the round trip to each syncer; 0: not known."""

@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 from typing import Literal, TypeAlias
 
 from diloco.protos.control_pb2 import IslandStatus
-from diloco.telemetry.link_figures import link_figures
+from diloco.telemetry.link_figures import FULL, link_figures
 from diloco.transport.units import format_bandwidth, format_bytes, format_duration
 
 #: How a state is coloured; the words say it, too.
@@ -27,8 +27,6 @@ MOST_BARS = 20_000
 HOUR_S = 3600.0
 #: Seconds after which a report is no longer what an island does now.
 STALE_S = 10.0
-#: Share of a link's bandwidth from which on it is full.
-_FULL = 0.9
 _LINK_TONES: dict[str, Tone] = {"in order": "good", "full": "warning", "calls break": "bad"}
 #: Points of a curve that are kept; of more, neighbours become one.
 _MOST_POINTS = 1024
@@ -359,7 +357,7 @@ def link_row(island: IslandStatus, syncers: Sequence[str] = ()) -> LinkRow:
     state = "in order"
     if figures.recent_failed_calls:
         state = "calls break"
-    elif figures.fullness is not None and figures.fullness >= _FULL:
+    elif figures.fullness is not None and figures.fullness >= FULL:
         state = "full"
     memory = format_bytes(report.resident_bytes) if report.resident_bytes else "-"
     if report.device_bytes:

@@ -14,6 +14,8 @@ from diloco.protos.control_pb2 import LinkUse
 
 #: Seconds over which rates are taken, at least.
 LEAST_S = 10.0
+#: Share of its bandwidth from which on a link is full.
+FULL = 0.9
 
 
 class Growth:

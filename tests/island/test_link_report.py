@@ -8,10 +8,12 @@ from dataclasses import dataclass, field
 
 import pytest
 
+from diloco.bounded_text import MOST_REASON
 from diloco.island.exchange.calls import SyncerCalls
 from diloco.island.link_report import LinkReport, LinkSettings
 from diloco.protos.control_pb2 import LinkUse, SyncerLinkUse
 from diloco.protos.fragment_pb2 import Ack
+from diloco.telemetry.events import AlarmCleared, AlarmRaised
 from diloco.telemetry.link_figures import link_figures
 from diloco.transport.calls.loopback import run_virtual
 from diloco.transport.contracts import Buffer, Reply
@@ -52,6 +54,26 @@ def test_rates_are_those_of_the_last_ten_seconds_and_of_each_syncer() -> None:
     )
     assert link_figures(idle).up_bps == 0.0
     assert [s.failed_calls for s in idle.syncers] == [0, 2]
+
+
+def test_a_link_that_is_full_for_ten_minutes_is_an_alarm_until_it_is_so_no_more() -> None:
+    counted = Counted(peers=["a"], moved=[(0, 0)], failed_calls=[0])
+    report, said = LinkReport(counted, LinkSettings(up_bps=1000.0, down_bps=1e6)), {}
+
+    for second in range(700):
+        sent = 120 * min(second, 680)
+        counted.moved = [(sent, 0)]
+        use = report.use(float(second), None)
+        if (alarm := report.alarm(float(second), use, "eu")) is not None:
+            said[second] = alarm
+
+    raised, again, cleared = said.values()
+    assert isinstance(raised, AlarmRaised) and isinstance(again, AlarmRaised)
+    assert isinstance(cleared, AlarmCleared) and raised.about == cleared.about == "eu"
+    first, second, last = said
+    assert 600 <= first <= 615 and second == first + 60 and last > 680
+    assert "1 kbit/s up" in raised.text and "now 96%" in raised.text
+    assert "diloco stop HOST:PORT" in raised.text and len(raised.text) <= MOST_REASON
 
 
 def test_rates_of_several_ranks_are_those_between_their_sums_however_seldom() -> None:
