@@ -18,6 +18,7 @@ from axe_playwright_python.sync_playwright import Axe
 from diloco.bench.network.s3_server import free_port
 from diloco.page.rendering import VIEWS
 from diloco.protos.control_pb2 import IslandStatus, ReportRequest, StatusReply
+from diloco.state_dir import StateDir, stop_syncers
 from diloco.transport.contracts import IncomingCall, Reply
 from tests.guarded_server import serving
 from tests.page.recorded_page_run import of_island, write
@@ -259,3 +260,89 @@ def test_an_operator_signs_in_and_kicks_an_island(browser: Any, tmp_path: Path, 
 
     assert seen.said == [] and faults == []
     assert operated.commands == [("kick", {"island": "eu-west", "reason": "disk broken"})]
+
+
+def test_an_operator_finds_a_slow_link_and_mends_it_with_the_page_alone(
+    browser: Any, tmp_path: Path
+) -> None:
+    """As `diloco/coordinator/README.md`, "A slow link, found and mended", has it in words."""
+    run_file = write_run(
+        tmp_path, {"near": "", "far": ""}, inner_steps=1_000_000, codec="float32",
+        inner_steps_per_round=20, overlap_steps=15,
+    )  # fmt: skip
+    token, log = tmp_path / "token", tmp_path / "log"
+    token.write_text(TOKEN)
+    token.chmod(0o600)
+
+    with contextlib.ExitStack() as stack:
+
+        def start(*arguments: str) -> None:
+            command = [sys.executable, "-m", "diloco", *arguments]
+            with log.open("ab") as output:
+                process = subprocess.Popen(command, stdout=output, stderr=output)
+            stack.callback(process.wait)
+            stack.callback(process.kill)
+
+        def said(word: str) -> str:
+            lines = log.read_text().splitlines()
+            return next((line.rpartition(" ")[2] for line in lines if word in line), "")
+
+        def island(name: str, *more: str) -> None:
+            start("island", str(run_file), "--island", name, "--coordinator", address, *more)
+
+        stack.callback(stop_syncers, StateDir(tmp_path / "state"))
+        start("coordinator", str(run_file), "--page-options", f"--acts --token-file {token}")
+        url, address = wait_until(lambda: said("page: http")), said("listens on")
+        island("near")
+        island("far", "--set", "transport.rate=2Mbit/s")
+        seen = Seen(browser, "light")
+        stack.callback(seen.context.close)
+        page = seen.page
+        page.set_default_timeout(90_000)
+
+        def row(view: str, name: str) -> Any:
+            page.goto(f"{url}run/0/{view}")
+            return page.get_by_role("row").filter(has=page.get_by_role("rowheader", name=name))
+
+        def tokens_per_s(name: str) -> float:
+            text = row("islands", name).locator("td").nth(7).inner_text()
+            return float(text.replace(",", ""))
+
+        def act(form: str, fill: Any, typed: str = "") -> None:
+            page.goto(f"{url}run/0/acts")
+            fill(page.get_by_role("form", name=form))
+            page.get_by_role("form", name=form).get_by_role("button", name="Preview").click()
+            if typed:
+                page.get_by_label(f"Type {typed} to confirm it").fill(typed)
+            page.get_by_role("button", name="Do it").click()
+            page.locator("p.tone.good[role=status]").wait_for()
+
+        def kicked(form: Any) -> None:
+            form.get_by_label("Island").select_option("far")
+            form.get_by_label("Why").fill("its link is full")
+
+        def let_in(form: Any) -> None:
+            form.get_by_label("Island").select_option("far")
+            form.get_by_label("Let it join again").check()
+
+        page.goto(f"{url}run/0/overview")
+        page.get_by_label("Token").fill(TOKEN)
+        page.get_by_role("button", name="Sign in").click()
+        page.get_by_text("2 of 2 islands train").wait_for()
+        row("network", "far").get_by_text("full", exact=True).wait_for()
+        seen.picture("slow-link")
+        before = tokens_per_s("near")
+
+        act("kick", kicked, typed="far")
+        wait_until(lambda: tokens_per_s("near") > 2 * before, every_s=2.0)
+        row("islands", "far").get_by_text("kicked").first.wait_for()
+
+        act("kick", let_in)
+        island("far")  # its site has seen to the line, and starts it
+        page.goto(f"{url}run/0/overview")
+        page.get_by_text("2 of 2 islands train").wait_for()
+        row("network", "far").get_by_text("in order").wait_for()
+        wait_until(lambda: tokens_per_s("far") > 2 * before, every_s=2.0)
+        seen.picture("slow-link-mended")
+
+    assert seen.said == []
