@@ -275,22 +275,23 @@ class _Process:
                 code = await self._serve_all(plan, workers, moves)
             else:
                 code = await self._wait_for_fragments(moves)
-        await moves.settle(self.stopping)
+        # Silent for long, while the object store is away, it would be taken for lost.
+        await first_of(moves.settle(self.stopping), self._stay_heard())
         return code
+
+    async def _stay_heard(self) -> None:
+        """Say that this start lives, and hear how the run stands, for ever."""
+        while True:
+            await self.reporter.learn_plan()
+            await asyncio.sleep(HELLO_INTERVAL_S)
 
     async def _wait_for_fragments(self, moves: SyncerMoves) -> int:
         """Have nothing to serve until a fragment has moved here, or until the end."""
         logger.info("this syncer has no fragment: it waits until one moves to it")
-
-        async def ask() -> None:
-            while True:
-                await self.reporter.learn_plan()
-                await asyncio.sleep(HELLO_INTERVAL_S)
-
         unreachable_s = self.config.transport.unreachable.seconds
         await first_of(
             moves.due(),
-            ask(),
+            self._stay_heard(),
             self.stopping.wait(),
             self.reporter.ends.wait(),
             end_when_unreachable(lambda: self.reporter.num_answers, unreachable_s),
