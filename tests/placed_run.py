@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import json
 import os
 import signal
 import sqlite3
@@ -12,9 +13,11 @@ from pathlib import Path
 from typing import Any
 
 from diloco.bench.network.s3_server import BUCKET, S3Server, free_port
+from diloco.chaos.bucket import Bucket
 from diloco.checkpoint.fetch import fetch_run
 from diloco.checkpoint.published import read_published
 from diloco.config.load import load_config
+from diloco.durable import read_json
 from diloco.state_dir import StateDir, holder
 from tests.run_files import write_run
 
@@ -25,7 +28,9 @@ SYNCERS = ("eu", "us")
 class PlacedRun:
     """A coordinator, two islands, two syncers, each process in a directory of its own."""
 
-    def __init__(self, directory: Path, server: S3Server, steps: int, **model: Any) -> None:
+    def __init__(
+        self, directory: Path, server: S3Server | Bucket, steps: int, **model: Any
+    ) -> None:
         self.directory, self.server = directory, server
         port = free_port()
         islands = dict.fromkeys(ISLANDS, "")
@@ -66,6 +71,18 @@ class PlacedRun:
     def num_versions(self, where: str, name: str) -> int:
         files = self.syncer(where, name).store.glob("fragment-*/v*.*")
         return max((int(path.name[1:13]) for path in files), default=0)
+
+    def served(self, name: str, where: str = "") -> list[int]:
+        """Fragments that a syncer names as its own; none before its first start has."""
+        return list(read_json(self.syncer(where or name, name).fragments) or ())
+
+    def num_starts(self, where: str = "control") -> list[int]:
+        """How often each island has started, as the journal has it."""
+        with contextlib.closing(
+            sqlite3.connect(self.directory / where / "journal.sqlite")
+        ) as there:
+            rows = there.execute("SELECT value FROM entries WHERE key LIKE 'island/%'").fetchall()
+        return [max(json.loads(value)["incarnations"].values()) for (value,) in rows]
 
     def has_checkpoint(self) -> bool:
         journal = self.directory / "control" / "journal.sqlite"

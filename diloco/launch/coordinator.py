@@ -16,7 +16,6 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import functools
-import json
 import logging
 import os
 from collections.abc import AsyncIterator, Callable, Collection, Mapping, Sequence
@@ -36,10 +35,9 @@ from diloco.checkpoint.run_checkpoints import (
     commands_of_islands,
     open_journal,
     read_membership,
-    take_published,
 )
-from diloco.config.classes import fingerprint, identity_difference, policy_json
-from diloco.config.load import load_config, resolved_toml, with_settings
+from diloco.config.classes import policy_json
+from diloco.config.load import resolved_toml
 from diloco.config.schema import Config
 from diloco.coordinator.audit_log import audit_entries_of
 from diloco.coordinator.daemon import RETURN_S, Coordinator
@@ -47,15 +45,25 @@ from diloco.coordinator.grants import load_or_create_secret
 from diloco.coordinator.journal import Journal, repeated_when_full
 from diloco.coordinator.operator_service import Operations
 from diloco.coordinator.run_status import RunStatus
-from diloco.durable import DiskFull, digest_of, write_durably
+from diloco.durable import digest_of, write_durably
 from diloco.errors import AggregationError, ConfigError
 from diloco.extras import require
 from diloco.faults.process import wall_clock
+from diloco.launch.coordinator_end import (
+    asked_to_stop,
+    end_placed,
+    let_watchers_see,
+    linger,
+    next_text,
+    stop_syncers_and_index,
+    stopped_text,
+)
 from diloco.launch.held_state import HeldState, holding_state
 from diloco.launch.page_process import PageProcess
 from diloco.launch.process.disk_full_retry import retry_disk_full_async
 from diloco.launch.process.ending import StopRequest, first_of, note_signals_async
 from diloco.launch.process.logs import bound_output
+from diloco.launch.run_claim import claim, is_served, timeline_of, with_operator_settings
 from diloco.launch.syncer_supervisor import SyncerSupervisor
 from diloco.loop_clock import loop_now
 from diloco.objects.moved_fragment import SyncerFiles, let_go_for_lost, withdraw_for_lost
@@ -66,20 +74,8 @@ from diloco.protocol.run.peer_bounds import limits_of
 from diloco.protocol.run.terms import terms_of
 from diloco.security.address import coordinator_address, listen, local_address, syncer_address
 from diloco.security.security import INSECURE_WARNING, Security, metrics_protection
-from diloco.state_dir import (
-    Endpoint,
-    Held,
-    StateDir,
-    Timeline,
-    hold,
-    holder,
-    make_directory,
-    read_endpoint,
-    read_timeline,
-)
+from diloco.state_dir import Endpoint, Held, StateDir, hold, make_directory, read_endpoint
 from diloco.transport.identity import Role
-from diloco.versions.frames import headers_in
-from diloco.versions.pins import pin_directory
 
 if TYPE_CHECKING:
     from diloco.telemetry.protection import Protection
@@ -90,10 +86,7 @@ logger = logging.getLogger(__name__)
 _T = TypeVar("_T")
 
 _DRAIN_S = 1.0
-_LOOK_S = 0.05
 _PAGE_LOOK_S = 0.25
-#: For which syncers on machines of their own have time to be heard of at the end.
-_PLACED_WORD_S = 5.0
 #: What the audit log has of a resume before there is a checkpoint.
 _GOES_ON: Mapping[str, Any] = {
     "by": "the coordinator's command line",
@@ -101,8 +94,6 @@ _GOES_ON: Mapping[str, Any] = {
     "arguments": {},
     "message": "no checkpoint is complete: the run goes on, and a stop is taken back",
 }
-#: Seconds within which `diloco status --watch` looks again, on a machine that is busy, too.
-_WATCHED_S = 3.0
 
 
 async def run_coordinator(
@@ -223,11 +214,11 @@ class _Start:
                 membership.apply(entries)
                 announce(f"start every island: {commands_of_islands(config)}")
         elif membership.is_stopped:
-            raise ConfigError(_stopped_text(config, state, membership))
+            raise ConfigError(stopped_text(config, state, membership))
         policy = policy_json(config)
-        config = _with_settings(config, membership, announce)
+        config = with_operator_settings(config, membership, announce)
         await retry_disk_full_async(
-            "the configuration", functools.partial(_claim, config, policy, state, membership)
+            "the configuration", functools.partial(claim, config, policy, state, membership)
         )
         if goes_on:  # under the policy that has just been checked
             unix_clock = wall_clock(os.environ, "coordinator")
@@ -241,66 +232,6 @@ class _Start:
             announce(f"start every island that has ended: {commands_of_islands(config)}")
         signals = note_signals_async(num_graceful=1)
         return _Run(config, state, self.held, journal, announce, linger_s, signals, page)
-
-
-def _with_settings(
-    config: Config, membership: Membership, announce: Callable[[str], None]
-) -> Config:
-    """Give the configuration with what an operator has set while the run was under way.
-
-    Raises:
-        ConfigError: If that does not fit the file any more.
-    """
-    policy = json.loads(policy_json(config))
-    changed = {
-        key: value for key, value in membership.settings.policy.items() if policy[key] != value
-    }
-    for key, value in sorted(changed.items()):
-        announce(
-            f"{key} = {json.dumps(value)}, as an operator has set it; the file says "
-            f"{json.dumps(policy[key])} (diloco set HOST:PORT {key}=VALUE changes it)"
-        )
-    return with_settings(config, json.dumps(changed))
-
-
-def _claim(config: Config, policy: str, state: StateDir, membership: Membership) -> None:
-    """Record the configuration; processes that go on keep the policy that they have.
-
-    `policy` is that of the file, without what an operator has set.
-    """
-    if state.resolved.exists() and _is_served(state, membership):
-        before = _with_settings(load_config(state.resolved), membership, lambda line: None)
-        _check_same_policy(config, before, state, membership)
-    write_durably(state.resolved, [resolved_toml(config).encode()])
-    write_durably(state.fingerprint, [fingerprint(config).encode()])
-    write_durably(state.policy, [policy.encode()])
-
-
-def _check_same_policy(
-    config: Config, before: Config, state: StateDir, membership: Membership
-) -> None:
-    differing = identity_difference(policy_json(config), policy_json(before))
-    if config.outer.is_on_arrival and config.total_tokens != before.total_tokens:
-        differing.append(
-            f"tokens of the run, run.inner_steps times islands.*.tokens_per_inner_step: "
-            f"{config.total_tokens} here, {before.total_tokens} there"
-        )
-    if differing and config.syncers and membership.has_been_joined:
-        # Who is at work there has the policy that it was given, which nobody here knows.
-        raise ConfigError(
-            f"the islands of the run {before.run.name!r} have begun under another policy than "
-            f"this file's (here), and come to the same results under one alone:\n  "
-            + "\n  ".join(differing)
-            + f"\nUndo the change, or end all islands and resume a checkpoint with it: {RESUME}"
-        )
-    pids = [pid for each in state.own_syncers if (pid := holder(each.store_lock)) is not None]
-    if differing and pids:
-        raise ConfigError(
-            f"the run {before.run.name!r} is under way (syncer: process "
-            f"{', '.join(map(str, pids))}) under another policy than this file's (here):\n  "
-            + "\n  ".join(differing)
-            + "\nUndo the change, or end that process before you start again"
-        )
 
 
 @dataclass(slots=True)
@@ -328,7 +259,7 @@ class _Run:
             if self.membership.is_returning:
                 await self._return()
                 self.membership = read_membership(self.config, self.journal)
-            self.config = _with_settings(self.config, self.membership, lambda line: None)
+            self.config = with_operator_settings(self.config, self.membership, lambda line: None)
             code = await self._coordinate()
             if not self.membership.is_returning or self.signals.asked.is_set():
                 return code
@@ -378,11 +309,11 @@ class _Run:
             for each in state.of_syncers(config.own_syncers)
         ]
         if _is_over(membership) and not config.syncers:  # those have to be told
-            await _stop_syncers(state, supervisors, self.journal, self.signals.forced)
+            await stop_syncers_and_index(state, supervisors, self.journal, self.signals.forced)
             return self._show_end(coordinator.run_status)
-        if not _is_served(state, membership):
-            await _stop_syncers(state, supervisors, self.journal, self.signals.forced)
-        await self._retry("the timeline", lambda: _timeline(membership).write(state.timeline))
+        if not is_served(state, membership):
+            await stop_syncers_and_index(state, supervisors, self.journal, self.signals.forced)
+        await self._retry("the timeline", lambda: timeline_of(membership).write(state.timeline))
         for path in (state.resolved, state.secret, state.timeline):
             read_by_syncers[path] = path.read_bytes()
         async with self._serving(security, coordinator) as address:
@@ -399,20 +330,20 @@ class _Run:
                 coordinator.ended.wait(),
                 coordinator.watch(),
                 bound_output(),
-                _asked_to_stop(coordinator, membership, self.signals, self.announce),
+                asked_to_stop(coordinator, membership, self.signals, self.announce),
                 *(s.run() for s in supervisors),
                 *([coordinator.move_fragments(self._syncer_stores)] if config.syncers else []),
                 *([self._keep_page(self.page)] if self.page is not None else []),
             )
             if membership.fatal_reason or coordinator.is_halting or membership.is_returning:
-                await _linger(membership, self.linger_s)
+                await linger(membership, self.linger_s)
             # They are served meanwhile: they have last reports.
             given_up = coordinator.ended if coordinator.is_halting else self.signals.forced
             if config.syncers and not membership.is_returning:
                 longest_s = config.transport.unreachable.seconds
-                await _end_placed(coordinator.run_status, self.signals.forced, longest_s)
-            await _stop_syncers(state, supervisors, self.journal, given_up)
-            await _let_watchers_see(coordinator.run_status, self.signals)
+                await end_placed(coordinator.run_status, self.signals.forced, longest_s)
+            await stop_syncers_and_index(state, supervisors, self.journal, given_up)
+            await let_watchers_see(coordinator.run_status, self.signals)
         await coordinator.settled()
         if membership.is_returning and not self.signals.asked.is_set():
             return 0  # it goes on
@@ -500,7 +431,7 @@ class _Run:
         if membership.fatal_reason:
             announce(f"the run {membership.run!r} failed: {membership.fatal_reason}")
             if read_membership(config, self.journal).fatal_reason:
-                announce(_next_text(config, self.state, membership))
+                announce(next_text(config, self.state, membership))
             else:  # of this coordinator alone; it has said itself that the run goes on
                 announce(f"the islands: {commands_of_islands(config)}")
             return membership.fatal_exit_code
@@ -513,7 +444,7 @@ class _Run:
             announce(said)
             return 0
         if membership.is_stopped:
-            announce(_stopped_text(config, self.state, membership))
+            announce(stopped_text(config, self.state, membership))
         else:
             announce(
                 f"coordinator and syncer of run {membership.run!r} stopped; nothing is lost: start "
@@ -586,149 +517,7 @@ async def _serving_metrics(
         await metrics.stop()
 
 
-async def _asked_to_stop(
-    coordinator: Coordinator,
-    membership: Membership,
-    signals: StopRequest,
-    announce: Callable[[str], None],
-) -> None:
-    """Return when everything is to stop at once; before that, pass a graceful stop on.
-
-    It waits for the repair of a damaged fragment: no other signal could ask for it.
-    """
-    loop = asyncio.get_running_loop()
-
-    def request() -> bool:
-        return asyncio.run_coroutine_threadsafe(coordinator.request_stop(), loop).result()
-
-    await signals.asked.wait()
-    while True:
-        try:
-            is_stopping = await retry_disk_full_async("the stop", request, given_up=signals.forced)
-        except DiskFull:  # that has been said, and everything is to stop at once
-            return
-        if is_stopping or not (refusal := membership.repairs.against_stop):
-            break
-        if not coordinator.run_status.is_stop_waiting:
-            coordinator.run_status.is_stop_waiting = True
-            announce(
-                f"the stop waits: {refusal}; a second signal stops coordinator and syncer at once"
-            )
-        with contextlib.suppress(TimeoutError):
-            await asyncio.wait_for(signals.forced.wait(), _LOOK_S)
-            return
-    coordinator.run_status.is_stop_waiting = False
-    if not is_stopping:
-        announce("stopping: every island ends; nothing published is lost")
-        coordinator.halt()
-        return
-    how = "" if membership.rules.is_elastic else " goes on to one inner step,"
-    announce(
-        f"stopping: every island{how} writes its checkpoint and leaves; a second signal stops "
-        f"coordinator and syncer at once"
-    )
-    await signals.forced.wait()
-
-
-async def _stop_syncers(
-    state: StateDir,
-    supervisors: Sequence[SyncerSupervisor],
-    journal: Journal,
-    given_up: asyncio.Event,
-) -> None:
-    """Stop the syncers that live, if any, and index what they could not report.
-
-    A coordinator that was away when the run ended has no index of the last versions. Once
-    `given_up` is set this waits for no room: the next start of the syncer reports what is missing.
-
-    Raises:
-        ConfigError: If one cannot be stopped.
-    """
-    await asyncio.gather(*(supervisor.stop() for supervisor in supervisors))
-    for each in state.own_syncers:
-        if (pid := holder(each.store_lock)) is not None:
-            raise ConfigError(
-                f"the syncer of {each.store} (process {pid}) does not end: end it, then start again"
-            )
-
-    def index() -> None:
-        stores = sorted(d for each in state.own_syncers for d in each.store.glob("fragment-*"))
-        headers = [header for directory in stores for header in headers_in(directory)]
-        keys = ((h["timeline"], h["fragment_id"], h["version"]) for h in headers)
-        rows = [(*k, json.dumps(h, sort_keys=True)) for k, h in zip(keys, headers, strict=True)]
-        journal.write((), rows)
-
-    with contextlib.suppress(DiskFull):  # the journal has said so
-        await retry_disk_full_async("the index of the last versions", index, given_up=given_up)
-
-
-async def _end_placed(run_status: RunStatus, given_up: asyncio.Event, longest_s: float) -> None:
-    """Have syncers on machines of their own end, once they have told everything.
-
-    One that is heard of meanwhile may have a large version to write. One that is not goes on, and
-    finds at its next word how the run stands.
-    """
-    run_status.ends_syncers = True
-    loop = asyncio.get_running_loop()
-    began = loop.time()
-    while not run_status.have_syncers_ended and not given_up.is_set():
-        await asyncio.sleep(_LOOK_S)
-        waited_s = loop.time() - began
-        if waited_s > (longest_s if run_status.are_syncers_heard else _PLACED_WORD_S):
-            return
-
-
-async def _linger(membership: Membership, linger_s: float) -> None:
-    """Answer on until every island that joined has left, at most `linger_s`."""
-    loop = asyncio.get_running_loop()
-    until = loop.time() + linger_s
-    while not membership.is_deserted and loop.time() < until:
-        await asyncio.sleep(_LOOK_S)
-
-
-async def _let_watchers_see(run_status: RunStatus, signals: StopRequest) -> None:
-    """Answer on while somebody watches, until the end was seen."""
-    run_status.has_halted = run_status.is_halting
-    now = asyncio.get_running_loop().time()
-    if now - run_status.watched_at < _WATCHED_S:
-        with contextlib.suppress(TimeoutError):
-            await asyncio.wait_for(signals.forced.wait(), _WATCHED_S)
-
-
 def _is_over(membership: Membership) -> bool:
     """Whether nobody is to be answered any more; who is away may still come for the end."""
     has_all = membership.is_finished and not membership.members.away
     return has_all or bool(membership.fatal_reason)
-
-
-def _is_served(state: StateDir, membership: Membership) -> bool:
-    """Whether the timeline that the last start served is the journal's."""
-    try:
-        return read_timeline(state.timeline) == _timeline(membership)
-    except ConfigError as error:
-        logger.error("it is written again, as the journal has it: %s", error)
-        return False
-
-
-def _timeline(membership: Membership) -> Timeline:
-    return Timeline(membership.timeline, membership.resume_step)
-
-
-def _stopped_text(config: Config, state: StateDir, membership: Membership) -> str:
-    step = membership.stop_step or 0
-    pins = ", ".join(str(pin_directory(each.store, step)) for each in state.own_syncers)
-    return (
-        f"the run {membership.run!r} is stopped {membership.stop_name}. Its "
-        f"checkpoints: {config.checkpoint_dir} here, checkpoint.dir at other sites, "
-        f"{pins or config.run.state} of the syncer\n" + _next_text(config, state, membership)
-    )
-
-
-def _next_text(config: Config, state: StateDir, membership: Membership) -> str:
-    if not membership.checkpoints:
-        return f"no checkpoint is complete. {take_published(state)}"
-    return (
-        f"resume it from {membership.checkpoint_name(membership.to_resume)}: {RESUME}; then "
-        f"every island: "
-        f"{commands_of_islands(config)}"
-    )

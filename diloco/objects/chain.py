@@ -113,8 +113,10 @@ class Chain:
         bodies = self._store.get_all([self._entry(number) for number in new])
         for number, body in zip(new, bodies, strict=True):
             if body is None or (content := self._read_as(self._entry(number), body)) is None:
-                return None
+                continue
             self._known[number] = content
+        if not self._known.keys() >= {*numbers}:  # the others need not be read again
+            return None
         entries = {number: self._known[number] for number in numbers}
         void = {number for content in entries.values() for number in content.get(VOID, ())}
         counted = {n: content for n, content in entries.items() if n not in void}

@@ -22,7 +22,7 @@ from diloco.coordinator.grants import load_or_create_secret
 from diloco.errors import ConfigError
 from diloco.launch.coordinator import _write_again, run_coordinator
 from diloco.launch.local import find_resume_step
-from diloco.launch.syncer import _next_epoch
+from diloco.launch.syncer_files import next_epoch
 from diloco.protos.control_pb2 import Grant
 from diloco.report.repair import repair_run
 from diloco.state_dir import holder, stop_syncer
@@ -249,9 +249,9 @@ def test_the_number_of_a_start_is_higher_than_any_before_whatever_its_file_says(
     tmp_path: Path, found: str | None
 ) -> None:
     path = tmp_path / "epoch.json"
-    assert [_next_epoch(path, 1e9) for _ in range(2)] == [10**9, 10**9 + 1]
+    assert [next_epoch(path, 1e9) for _ in range(2)] == [10**9, 10**9 + 1]
     path.unlink() if found is None else path.write_text(found)
-    assert _next_epoch(path, 1e9 + 9) == 10**9 + 9
+    assert next_epoch(path, 1e9 + 9) == 10**9 + 9
 
 
 def test_damaged_incarnations_are_written_again_from_the_journal(site: Site, begun: Begun) -> None:

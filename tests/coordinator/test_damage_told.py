@@ -12,7 +12,7 @@ import pytest
 
 from diloco.config.load import load_config
 from diloco.coordinator.grants import sign
-from diloco.launch.coordinator import _asked_to_stop
+from diloco.launch.coordinator_end import asked_to_stop
 from diloco.launch.process.ending import StopRequest
 from diloco.protos import control_pb2 as control
 from diloco.transport.contracts import PROTOCOL_VERSION
@@ -30,7 +30,7 @@ def test_a_stop_by_signal_waits_for_the_repair_and_is_made_then(tmp_path: Path) 
         await coord.round_report(fragments=[damaged])
         signals, said = StopRequest(num_graceful=1), list[str]()
         stopping = asyncio.create_task(
-            _asked_to_stop(coord.coordinator, coord.membership, signals, said.append)
+            asked_to_stop(coord.coordinator, coord.membership, signals, said.append)
         )
         signals.note(signal.SIGTERM)
         await asyncio.sleep(5.0)
@@ -252,7 +252,7 @@ def test_a_cut_waits_for_the_repair_and_that_of_a_stop_does_not(
         assert "fragment 1 is damaged, and no checkpoint is kept without it" in refused.message
         signals, said = StopRequest(num_graceful=1), list[str]()
         stopping = asyncio.create_task(
-            _asked_to_stop(coord.coordinator, coord.membership, signals, said.append)
+            asked_to_stop(coord.coordinator, coord.membership, signals, said.append)
         )
         signals.note(signal.SIGTERM)
         await asyncio.sleep(5.0)

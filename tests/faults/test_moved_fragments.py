@@ -6,11 +6,8 @@ of a run with one syncer next to its coordinator, bit for bit, and no island sta
 
 from __future__ import annotations
 
-import contextlib
-import json
 import shutil
 import signal
-import sqlite3
 import subprocess
 import sys
 from pathlib import Path
@@ -38,18 +35,6 @@ def operate(run: PlacedRun, command: str, *arguments: str) -> str:
     return done.stdout
 
 
-def served(run: PlacedRun, name: str, where: str = "") -> list[int]:
-    path = run.syncer(where or name, name).fragments
-    return list(json.loads(path.read_text())) if path.exists() else []
-
-
-def num_starts(run: PlacedRun) -> list[int]:
-    """How often each island has started, as the journal has it."""
-    with contextlib.closing(sqlite3.connect(run.directory / "control/journal.sqlite")) as journal:
-        rows = journal.execute("SELECT value FROM entries WHERE key LIKE 'island/%'").fetchall()
-    return [max(json.loads(value)["incarnations"].values()) for (value,) in rows]
-
-
 def test_fragments_move_at_work_and_from_a_lost_syncer_and_nothing_else_changes(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -67,37 +52,37 @@ def test_fragments_move_at_work_and_from_a_lost_syncer_and_nothing_else_changes(
             started = run.start_all("--set", "checkpoint.every_inner_steps=40")
             wait_until(lambda: run.num_versions("eu", "eu") >= 3, what=run.said)
 
-            eu, us = served(run, "eu"), served(run, "us")
+            eu, us = run.served("eu"), run.served("us")
             assert f"fragment {eu[0]} (" in operate(
                 run, "move", "--fragments", str(eu[0]), "--to", "us"
             )
-            wait_until(lambda: served(run, "us") == sorted([eu[0], *us]), what=run.said)
-            assert served(run, "eu") == eu[1:]
+            wait_until(lambda: run.served("us") == sorted([eu[0], *us]), what=run.said)
+            assert run.served("eu") == eu[1:]
             before = run.num_versions("us", "us")
             wait_until(lambda: run.num_versions("us", "us") > before + 1, what=run.said)
 
             for target in ("us", "eu"):  # it stays where it is, whatever was done meanwhile
                 operate(run, "move", "--fragments", str(eu[1]), "--to", target)
             wait_until(lambda: " moves from " not in operate(run, "status"), what=run.said)
-            assert served(run, "eu") == eu[1:]
+            assert run.served("eu") == eu[1:]
 
             run.signal("eu", "eu", signal.SIGKILL)
             shutil.rmtree(run.directory / "eu")
             assert f"fragment {eu[1]} (" in operate(run, "move", "--from", "eu")
-            wait_until(lambda: served(run, "us") == sorted([*eu, *us]), what=run.said)
+            wait_until(lambda: run.served("us") == sorted([*eu, *us]), what=run.said)
 
             operate(run, "pause")  # the run would not wait for a machine that is not there yet
             other = run.start("other", "syncer", "--name", "eu")  # which has nothing any more
             arguments = "--fragments", str(us[0]), "--to", "eu"
             assert f"fragment {us[0]} (" in operate(run, "move", *arguments)
-            wait_until(lambda: served(run, "eu", "other") == [us[0]], what=run.said)
+            wait_until(lambda: run.served("eu", "other") == [us[0]], what=run.said)
             operate(run, "unpause")
 
             for process in (*(started[name] for name in (*ISLANDS, "coordinator", "us")), other):
                 assert process.wait(200) == 0, run.said()
-            assert served(run, "us") == sorted([*eu, us[1]])
+            assert run.served("us") == sorted([*eu, us[1]])
             there = [(each.version, each.digest) for each in undisturbed.fragments]
             assert run.published() == there
-            assert num_starts(run) == [1, 1]
+            assert run.num_starts() == [1, 1]
         finally:
             run.end()

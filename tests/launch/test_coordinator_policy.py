@@ -10,7 +10,7 @@ from diloco.config.classes import policy_json
 from diloco.config.load import load_config
 from diloco.config.schema import Config
 from diloco.errors import ConfigError
-from diloco.launch.coordinator import _claim, _timeline
+from diloco.launch.run_claim import claim, timeline_of
 from diloco.outer.fragments import TensorSpec, make_plan
 from diloco.protocol.run.membership import Membership
 from diloco.state_dir import StateDir, hold
@@ -33,8 +33,8 @@ def begun(config: Config, *, joined: bool) -> tuple[StateDir, Membership]:
             corpus_sha256="", tokenizer_digest="", start_step=0, start_id="a",
         )  # fmt: skip
         membership.apply(join.entries)
-    _claim(config, policy_json(config), state, membership)
-    _timeline(membership).write(state.timeline)
+    claim(config, policy_json(config), state, membership)
+    timeline_of(membership).write(state.timeline)
     return state, membership
 
 
@@ -46,10 +46,10 @@ def test_a_run_with_syncers_elsewhere_keeps_the_policy_that_it_began_with(
     other = load_config(run_file, [*elsewhere, "outer.optimizer.lr=0.1"])
 
     with pytest.raises(ConfigError, match=r"(?s)outer\.optimizer\.lr.*--resume"):
-        _claim(other, policy_json(other), state, membership)
+        claim(other, policy_json(other), state, membership)
 
     membership.apply(membership.resumed(0))
-    _claim(other, policy_json(other), state, membership)
+    claim(other, policy_json(other), state, membership)
     assert load_config(state.resolved) == other
 
 
@@ -62,16 +62,16 @@ def test_another_batch_changes_the_tokens_that_end_a_run_on_arrival(run_file: Pa
 
     with hold(StateDir(state.root).syncers[0].store_lock):
         with pytest.raises(ConfigError, match=r"tokens of the run.* here, .* there"):
-            _claim(larger, policy_json(larger), state, membership)
-        _claim(config, policy_json(config), state, membership)
+            claim(larger, policy_json(larger), state, membership)
+        claim(config, policy_json(config), state, membership)
     # The syncer that starts next has it, too.
-    _claim(larger, policy_json(larger), state, membership)
+    claim(larger, policy_json(larger), state, membership)
 
 
 def test_before_an_island_has_joined_the_policy_may_change(run_file: Path) -> None:
     state, membership = begun(load_config(run_file), joined=False)
     other = load_config(run_file, ["outer.optimizer.lr=0.1"])
 
-    _claim(other, policy_json(other), state, membership)
+    claim(other, policy_json(other), state, membership)
 
     assert load_config(state.resolved) == other

@@ -15,7 +15,7 @@ import pytest
 from diloco.config.load import load_config
 from diloco.coordinator.journal import Journal
 from diloco.durable import DiskFull
-from diloco.launch import coordinator, island
+from diloco.launch import coordinator_end, island
 from diloco.launch.process import disk_full_retry
 from diloco.launch.process.disk_full_retry import retry_disk_full_async
 from diloco.launch.process.ending import StopRequest
@@ -73,7 +73,7 @@ def test_a_second_signal_stops_a_coordinator_on_a_full_disk() -> None:
         signals.note(signal.SIGTERM)
         asyncio.get_running_loop().call_later(2.5, signals.note, signal.SIGTERM)
         full_one: Any = SimpleNamespace(request_stop=full)
-        await coordinator._asked_to_stop(full_one, full_one, signals, print)
+        await coordinator_end.asked_to_stop(full_one, full_one, signals, print)
         assert asyncio.get_running_loop().time() == 3.0
 
     run_virtual(scenario())
@@ -85,7 +85,7 @@ def test_a_coordinator_that_halts_does_not_wait_to_index_the_last_versions(
     state, journal = StateDir(tmp_path), Journal(tmp_path / "journal.sqlite")
     (state.store / "fragment-0").mkdir(parents=True)
     header = {"timeline": 0, "fragment_id": 0, "version": 1}
-    monkeypatch.setattr(coordinator, "headers_in", lambda _: [header])
+    monkeypatch.setattr(coordinator_end, "headers_in", lambda _: [header])
 
     def full(*_: object) -> None:
         raise DiskFull(errno.ENOSPC, "No space left on device")
@@ -95,7 +95,7 @@ def test_a_coordinator_that_halts_does_not_wait_to_index_the_last_versions(
     async def stopping() -> None:
         halted = asyncio.Event()
         halted.set()
-        await coordinator._stop_syncers(state, [], journal, halted)
+        await coordinator_end.stop_syncers_and_index(state, [], journal, halted)
 
     run_virtual(stopping())
 

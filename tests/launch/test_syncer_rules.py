@@ -14,7 +14,8 @@ from diloco.config.classes import policy_json
 from diloco.config.load import load_config, with_settings
 from diloco.errors import ConfigError
 from diloco.forecast.build import build_syncer_rules
-from diloco.launch.syncer import _keep_plan, _Orders
+from diloco.launch.syncer import _keep_plan
+from diloco.launch.syncer_files import KeptOrders
 from diloco.objects.moved_fragment import let_go
 from diloco.outer.fragments import TensorSpec, make_plan
 from diloco.protocol.rounds.orders import Orders
@@ -64,7 +65,7 @@ def test_orders_are_kept_over_a_restart_and_change_the_rules(tmp_path: Path) -> 
     state = StateDir(tmp_path)
     state.create()
     config = load_config(write_run(tmp_path, ISLANDS), DECOUPLED)
-    kept = _Orders(state.orders, config, build_syncer_rules(config, timeline=2))
+    kept = KeptOrders(state.orders, config, build_syncer_rules(config, timeline=2))
     settings = json.dumps({"outer.optimizer.lr": 0.25, "outer.min_contributions": 2})
     orders = Orders(Roster(("east",), {"west": 3}, True, 1, 7), settings, 4)
     assert kept.load() == Orders()

@@ -8,7 +8,8 @@ from typing import Any
 import pytest
 
 from diloco.errors import CoordinatorUnavailable
-from diloco.launch.syncer import _start, end_when_unreachable
+from diloco.launch.coordinator_contact import end_when_unreachable
+from diloco.launch.syncer_process import _start
 from diloco.protos.fragment_pb2 import FragmentState
 from diloco.transport.calls.loopback import run_virtual
 
@@ -81,7 +82,9 @@ def test_what_it_slept_through_is_no_silence(monkeypatch: pytest.MonkeyPatch) ->
     async def scenario() -> None:
         loop = asyncio.get_running_loop()
         frozen_s = 0.0
-        monkeypatch.setattr("diloco.launch.syncer.loop_now", lambda: loop.time() + frozen_s)
+        monkeypatch.setattr(
+            "diloco.launch.coordinator_contact.loop_now", lambda: loop.time() + frozen_s
+        )
         ending = asyncio.create_task(end_when_unreachable(lambda: 0, 600.0))
         await asyncio.sleep(100.0)
 

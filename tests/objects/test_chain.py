@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import random
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -328,6 +329,15 @@ def test_other_bytes_on_the_way_are_read_again(store: LosingStore, what: str) ->
 
     assert num_flipped == 3
     assert said(found) == [2] and found.snapshot == {"until": 1}
+
+
+def test_a_long_chain_is_read_while_half_of_what_comes_has_other_bytes(store: LosingStore) -> None:
+    chain, draw, get = opened(store, "one"), random.Random(7), store.get
+    for x in range(100):
+        chain.append({"x": x})
+    store.get = lambda name: (get(name) or b"")[draw.randrange(2) :]  # type: ignore[method-assign]
+
+    assert said(Chain(store, "c").read()) == [*range(100)]
 
 
 def test_an_entry_that_comes_with_other_bytes_is_not_another_writers(store: LosingStore) -> None:
