@@ -59,6 +59,8 @@ _ASSETS = {
 _STREAM_S = 900.0
 _MOST_STREAMS = 100
 _MOST_CONNECTIONS = 400
+#: Connections that have asked for nothing yet; of more the oldest is closed.
+_MOST_SILENT = 100
 _MOST_FORM_BYTES = 4096
 #: Answers to wrong tokens that wait at once, at most.
 _MOST_WAITING = 50
@@ -445,14 +447,24 @@ async def serve(
 class _Connection(H11Protocol):
     """Closes a connection whose caller takes longer than `_CALL_S` to say what it asks for.
 
-    And one whose caller reads nothing of its answers for `_UNREAD_S`. Without it, anyone who
-    trickles headers, or never reads, holds one of `_MOST_CONNECTIONS`, token or not.
+    And one whose caller reads nothing of its answers for `_UNREAD_S`, and the oldest of more than
+    `_MOST_SILENT` that have asked for nothing. Without it, anyone who trickles headers, or never
+    reads, holds one of `_MOST_CONNECTIONS`, token or not.
     """
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         """Begin to look."""
         super().connection_made(transport)
-        self._unread, self._unread_s = 0, 0.0
+        self._unread, self._unread_s, self._began = 0, 0.0, self.loop.time()
+        silent = [
+            each
+            for each in self.connections
+            if isinstance(each, _Connection)
+            and each.cycle is None
+            and not each.transport.is_closing()
+        ]
+        if len(silent) > _MOST_SILENT:
+            min(silent, key=lambda each: each._began).transport.abort()
         self._looks = self.loop.call_later(_CALL_S, self._look, None)
 
     def connection_lost(self, exc: Exception | None) -> None:

@@ -358,6 +358,15 @@ def test_a_caller_that_trickles_is_let_go(pages: Pages) -> None:
     assert taken_s < 15
 
 
+def test_callers_that_say_nothing_keep_nobody_out(pages: Pages) -> None:
+    parts = urlsplit(pages.recorded)
+    with contextlib.ExitStack() as stack:
+        for _ in range(500):
+            caller = socket.create_connection((parts.hostname, parts.port), timeout=30)
+            stack.enter_context(caller).sendall(b"GET /asset")
+        assert pages.ask(pages.recorded, "/asset/icon.svg").status == 200
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("name", ["recorded", "secured"])
 def test_a_caller_that_reads_nothing_is_let_go(pages: Pages, name: str) -> None:
