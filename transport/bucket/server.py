@@ -130,7 +130,7 @@ class ObjectCalls:
         #: What to call once a caller has its reply's payload; by caller and transfer.
         self._sent: dict[str, dict[bytes, Callable[[], None]]] = {}
         self._num_given = 0
-        self._removed: list[str] = []
+        self._removed: dict[str, None] = {}  # in order, and found at once
         self._looked_at = self._said_at = float("-inf")
 
     def around(self, handlers: Handlers) -> Handlers:
@@ -185,7 +185,7 @@ class ObjectCalls:
 
     def close(self) -> None:
         """Answer no more, and remove what is left, for some seconds at most."""
-        names = self._removed + [each.name for each in self._given.values()]
+        names = [*self._removed, *(each.name for each in self._given.values())]
         for of_caller in self._awaited.values():
             names += [name for awaited in of_caller.values() for name in awaited.objects]
         for pool in (self._pool, self._quick):
@@ -203,7 +203,8 @@ class ObjectCalls:
         if len(of_caller) >= _MOST_AWAITED:  # it writes that again, if it has not been read
             self._remove(of_caller.pop(next(iter(of_caller))).objects)
         objects = _objects(caller, asked)
-        self._removed = [name for name in self._removed if name not in objects]
+        for name in objects:
+            self._removed.pop(name, None)
         until = asyncio.get_running_loop().time() + VALID_S
         of_caller[bytes(asked.transfer)] = _Awaited(objects, until, until + VALID_S)
         urls = await self._run(self._shelf.put_urls, [*objects], pool=self._quick)
@@ -289,13 +290,13 @@ class ObjectCalls:
 
     def _remove(self, names: Iterable[str]) -> None:
         """Remove objects soon; what stays goes when the server starts again."""
-        each = list(names)
+        each = dict.fromkeys(names)
         if each and not self._removed:
             asyncio.get_running_loop().call_later(_COLLECTED_S, self._remove_collected)
-        self._removed += each
+        self._removed |= each
 
     def _remove_collected(self) -> None:
-        names, self._removed = self._removed, []
+        names, self._removed = [*self._removed], {}
         self._soon(lambda: self._shelf.delete(names))
 
     def _soon(self, work: Callable[[], None]) -> None:
