@@ -273,9 +273,17 @@ class ObjectStore:
         """
         import obstore
 
+        def delete(name: str) -> None:
+            with contextlib.suppress(FileNotFoundError):
+                obstore.delete(self._quick, name)
+
         if each := list(names):
-            with self._reaching("delete objects"), contextlib.suppress(FileNotFoundError):
-                obstore.delete(self._quick, each)
+            with self._reaching("delete objects"):
+                try:
+                    obstore.delete(self._quick, each)
+                except FileNotFoundError:  # of a store that ends there, and leaves the others
+                    with ThreadPoolExecutor(_REQUESTS, "objects") as pool:
+                        list(pool.map(delete, each))
 
     def sign(
         self, names: Sequence[str], method: Literal["GET", "PUT"], valid: timedelta

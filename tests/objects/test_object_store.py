@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
+from pathlib import Path
 
 import pytest
 
@@ -38,6 +39,17 @@ def test_objects_are_created_once_listed_read_and_removed(server: S3Server) -> N
     assert list(store.read([("data/x", 0, 4)])) == [b"agai"]
     whole = [("data/x", 0, 5), ("data/x", 0, 4), ("data/x", 0, 5)]
     assert list(store.read(whole, are_whole=True)) == [b"again"]
+
+
+def test_an_object_that_is_gone_keeps_no_other_from_being_removed(tmp_path: Path) -> None:
+    store, names = ObjectStore(f"file://{tmp_path}"), [f"log/{n}" for n in range(40)]
+    for name in names:
+        store.put(name, b"one")
+    store.delete([names[3]])
+
+    store.delete(names)
+
+    assert store.names("log") == []
 
 
 @pytest.mark.parametrize(
