@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import json
 import logging
+from collections import Counter
 from collections.abc import Callable, Collection, Iterable
 
 from diloco.bounded_text import MOST_REASON, bounded_text
@@ -39,8 +40,8 @@ SHOWN_S = 3600.0
 HOLDS_S = 15.0
 #: Alarms of one island that are taken, the last that were reported.
 MOST_OF_ISLAND = 8
-#: Alarms that are shown.
-_MOST_SHOWN = 64
+#: Alarms that are shown; of each kind so many, before more of another: all islands may have one.
+_MOST_SHOWN, _OF_KIND = 64, 4
 #: Seconds between two entries of the audit log about the same alarm of the same reporter.
 _TOLD_AGAIN_S = 60.0
 
@@ -178,13 +179,25 @@ class ReportedAlarms:
         return refused, broken
 
     def status(self, now: float) -> list[AlarmStatus]:
-        """Return the alarms that hold, or did within the last hour; the newest first."""
-        seen = [
-            (reporter, held)
-            for reporter, alarms in self._by_reporter.items()
-            for held in alarms.holding(now)
-        ]
-        seen.sort(key=lambda each: (-each[1].last, each[0], each[1].alarm.key))
+        """Return the alarms that hold, or did within the last hour; the newest first.
+
+        Of too many the same ones every time, though all are reported again and again.
+        """
+
+        def age(each: tuple[str, HeldAlarm]) -> tuple[bool, float, str, tuple[str, str, int]]:
+            reporter, held = each
+            is_over = now - held.last > HOLDS_S
+            return is_over, -(held.last if is_over else held.first), reporter, held.alarm.key
+
+        of_kind = Counter[str]()
+        seen, others = list[tuple[str, HeldAlarm]](), list[tuple[str, HeldAlarm]]()
+        every = (
+            (r, held) for r, alarms in self._by_reporter.items() for held in alarms.holding(now)
+        )
+        for each in sorted(every, key=age):
+            kind = each[1].alarm.kind
+            of_kind[kind] += 1
+            (seen if of_kind[kind] <= _OF_KIND else others).append(each)
         return [
             AlarmStatus(
                 alarm=alarm_message(held),
@@ -193,5 +206,5 @@ class ReportedAlarms:
                 last_age_s=now - held.last,
                 holds=now - held.last <= HOLDS_S,
             )
-            for reporter, held in seen[:_MOST_SHOWN]
+            for reporter, held in sorted((seen + others)[:_MOST_SHOWN], key=age)
         ]

@@ -139,6 +139,27 @@ def test_an_island_cannot_flood_what_is_shown(tmp_path: Path) -> None:
     tell(tmp_path, story)
 
 
+def test_what_all_islands_report_hides_no_other_alarm_and_looks_the_same_every_time(
+    tmp_path: Path,
+) -> None:
+    names = tuple(f"island-{n:02d}" for n in range(70))
+
+    async def story(coord: CoordinatorInMemory) -> None:
+        grants, seen = await joined(coord), list[list[str]]()
+        await coord.round_report(alarms=[Alarm(kind="bit_flipped", fragment_id=0, text="bit 3")])
+        for rotated in (0, 35):
+            for grant in [*grants[rotated:], *grants[:rotated]]:
+                full = Alarm(kind="link_full", island=grant.island, fragment_id=-1)
+                await coord.report(grant, alarms=[full])
+                await asyncio.sleep(0.1)
+            seen.append([each.alarm.island for each in shown(coord)])
+
+        assert seen[0] == seen[1] and "" in seen[0], "the island of an alarm that is about none"
+        assert len(seen[0]) == 64
+
+    tell(tmp_path, story, names=names)
+
+
 def test_alarms_of_all_islands_at_once_are_one_durable_write(tmp_path: Path) -> None:
     names = tuple(f"island-{n:02d}" for n in range(50))
 
