@@ -170,17 +170,19 @@ class LaneShards:
         )
         logger.info(
             "lanes are computed on %s and kept %s, needed_bytes=%d passing_bytes=%d room_bytes=%d "
-            "device=%s",
+            "step_bytes=%d device=%s",
             self.device, "in pinned host memory" if self.place.is_apart else "there",
-            needed, passing, room, device,
+            needed, passing, room, taken, device,
         )  # fmt: skip
         if self.device == _CPU and device != _CPU and not self._island_rank:
             logger.warning(
                 "training waits for its sends, which go through host memory: this rank's lanes "
-                "need %s of the device while they are sent or merged, half of what training leaves "
-                "free is %s; more fragments (outer.num_fragments) or more lanes (outer.num_lanes, "
-                "up to one a rank) make that less", format_bytes(passing),
-                format_bytes(room) if room >= 0 else "not known",
+                "need %s of the device while they are sent or merged, and may take half of what "
+                "inner steps leave free: they are expected to take %s, and %s are free; more "
+                "fragments (outer.num_fragments) or more lanes (outer.num_lanes, up to one a rank) "
+                "make lanes smaller, full activation checkpointing or more micro-batches the steps",
+                format_bytes(passing), format_bytes(taken),
+                "an unknown number of bytes" if free is None else format_bytes(free),
             )  # fmt: skip
 
     def _free_bytes(self, device: torch.device) -> int | None:
