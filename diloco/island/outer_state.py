@@ -260,6 +260,7 @@ def resuming_run(parts: LoopParts, state: Mapping[str, Tensor]) -> Waits[OuterSt
                 fragment.ledger.outstanding = replace(sent, key=fragment.sent_as)
         if (sent := fragment.ledger.outstanding) is not None:
             parts.runner.post(parts.exchange.resume, sent, fragment.lanes)
+    yield parts.exchange.wait_until_made()  # else the other ranks might settle it before this one
     parts.on_event(IslandResumed(inner_step, parts.timeline))
     return OuterState(
         inner_step,

@@ -10,7 +10,7 @@ from dataclasses import replace
 from itertools import pairwise
 from pathlib import Path
 from tempfile import TemporaryDirectory
-from typing import Any
+from typing import Any, TypeVar
 
 import pytest
 import torch
@@ -20,6 +20,7 @@ from torch import Tensor
 
 from diloco.errors import ConfigError, DilocoError, FingerprintMismatch, IslandFailed
 from diloco.island.agreement import Agreement
+from diloco.island.lanes.place import LanePlace
 from diloco.island.outer_state import LOOK_S
 from diloco.outer.optimizer import OuterOptimizer
 from diloco.protocol.island.soundness import StepBound
@@ -29,6 +30,7 @@ from tests.virtual_run import Checkpoint, Setting, VirtualIsland, VirtualRun
 
 NESTEROV = OuterOptimizer("nesterov", 0.7, 0.9, 2)
 NAMES = ("t", "u", "v", "w")
+T = TypeVar("T")
 
 
 def wander(island: str, inner_step: int, parameters: dict[str, Tensor]) -> None:
@@ -339,6 +341,33 @@ def test_what_is_in_flight_is_sent_again_as_it_was(setting: Setting) -> None:
 
         (event,) = a.kinds("island_resumed")
         assert (event["inner_step"], event["timeline"]) == (4, 1)
+
+    run_virtual(scenario())
+
+
+class Slow(LanePlace):
+    """One in which work takes time, as that on large lanes does."""
+
+    async def run(self, work: Callable[[], T]) -> T:
+        await asyncio.sleep(5.0)
+        return work()
+
+
+def test_no_step_is_made_before_what_is_sent_again_is_there_for_its_outcome(
+    setting: Setting,
+) -> None:
+    """Other ranks of the island may be ready sooner, and agree on an outcome at the next step."""
+
+    async def scenario() -> None:
+        run = VirtualRun(streaming(setting, overlap_steps=3))
+        _, kept = await stopped(run, 4)
+        await run.resume(4)
+        a, b = run.island("a", 2, place=Slow()), run.island("b", 2)
+        await asyncio.gather(a.resume(kept["a"]), b.resume(kept["b"]))
+
+        sent = [x.outstanding.key for x in a.session.state.ledgers if x.outstanding is not None]
+        assert len(sent) == 2
+        assert [a.exchange.view(p).key for p in range(2)] == sent
 
     run_virtual(scenario())
 

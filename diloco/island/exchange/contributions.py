@@ -266,9 +266,8 @@ class Contributions:
             after = lanes.residual_after
             return {i: SentLane.of(lane, after.get(i)) for i, lane in lanes.payload.items()}
 
-        sending = await self._place.run(hashed)
+        fragment.sending = await self._place.run(hashed)
         self._begin(fragment, sent)
-        fragment.sending = sending
         if not is_asking:
             self._submit_all(fragment, sent)
 
