@@ -61,7 +61,16 @@ class PageProcess:
         self._began = self._start_at = 0.0
 
     def look(self, address: str) -> None:
-        """Start the page of the coordinator at `address`, or again where it has ended."""
+        """Start the page of the coordinator at `address`, or again where it has ended.
+
+        Whatever fails here is logged: the run goes on.
+        """
+        try:
+            self._look(address)
+        except Exception:  # such as an output of the parent that nobody reads any more
+            logger.exception("the run goes on, its page was not looked after")
+
+    def _look(self, address: str) -> None:
         now = time.monotonic()
         if self._child is None:
             if now >= self._start_at:
@@ -76,7 +85,7 @@ class PageProcess:
             self._read_address(self._child)
         if (code := self._child.poll()) is None:
             return
-        self._child = None
+        self._drop(self._child)
         if code == ConfigError.exit_code:  # another start would only repeat it
             self._start_at = math.inf
             self._listening.close()
@@ -92,7 +101,13 @@ class PageProcess:
         """End it."""
         if self._child is not None:
             end_all([self._child], _END_S)
+            self._drop(self._child)
         self._listening.close()
+
+    def _drop(self, child: subprocess.Popen[bytes]) -> None:
+        for pipe in filter(None, (child.stdin, child.stdout)):
+            pipe.close()
+        self._child = None
 
     def _failed(self, how: str) -> None:
         now = time.monotonic()

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import os
 import signal
+import socket
 import subprocess
 import sys
 import urllib.request
@@ -14,7 +15,9 @@ import pytest
 from typer.testing import CliRunner
 
 from diloco.cli.main import app
+from diloco.config.load import load_config
 from diloco.errors import ConfigError
+from diloco.launch.page_process import PageProcess
 from diloco.state_dir import StateDir, stop_syncers
 from tests.run_files import write_run
 from tests.waiting import wait_until
@@ -40,6 +43,28 @@ def test_what_its_options_lack_is_refused_before_the_run_begins(
     assert isinstance(result.exception, ConfigError), result.output
     assert said in str(result.exception)
     assert not (tmp_path / "state").exists()
+
+
+def test_what_fails_while_the_page_is_looked_after_ends_no_run(tmp_path: Path) -> None:
+    config = load_config(write_run(tmp_path, {"east": ""}))
+    Path(config.coordinator.state_dir).mkdir(parents=True)
+    told: list[str] = []
+
+    def announce(line: str) -> None:
+        told.append(line)
+        raise BrokenPipeError("nobody reads the output any more")
+
+    page = PageProcess(config, ["--no-such-option"], socket.socket(), announce)
+
+    def has_ended() -> bool:
+        page.look("127.0.0.1:1")
+        return bool(told)
+
+    wait_until(has_ended)
+    page.look("127.0.0.1:1")
+    page.close()
+    (line,) = told
+    assert "the run goes on without" in line and "No such option" in line
 
 
 @pytest.mark.slow
