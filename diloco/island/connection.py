@@ -313,9 +313,9 @@ class Connection:
             link = LinkReport(self._exchange, self._wires.link)
 
             def progress() -> ReportRequest:
-                said, now = self.progress(), time.monotonic()
-                said.link.CopyFrom(link.use(now, self.island_moved))
-                if (alarm := link.alarm(now, said.link, self.config.island_id)) is not None:
+                said = self.progress()
+                said.link.CopyFrom(link.use(time.monotonic(), self.island_moved))
+                if (alarm := link.alarm(said.link, self.config.island_id)) is not None:
                     registration.on_event(alarm)
                 return said
 

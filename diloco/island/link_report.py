@@ -111,8 +111,12 @@ class LinkReport:
             has_bucket=settings.has_bucket,
         )
 
-    def alarm(self, now: float, link: LinkUse, island: str) -> AlarmRaised | AlarmCleared | None:
-        """Say that the link has been full for too long, or is so no more; None: nothing new."""
+    def alarm(self, link: LinkUse, island: str) -> AlarmRaised | AlarmCleared | None:
+        """Say that the link has been full for too long, or is so no more; None: nothing new.
+
+        Of ranks that sum up nothing, since they wait, it is not known.
+        """
+        now = self._moved.read_at
         fullness = link_figures(link).fullness or 0.0
         if fullness < FULL:
             self._full_since, was_alarmed = None, self._alarmed_at is not None

@@ -32,6 +32,11 @@ class Growth:
             self._read.popleft()
 
     @property
+    def read_at(self) -> float:
+        """When the counters were read last; 0: not yet."""
+        return self._read[-1][0] if self._read else 0.0
+
+    @property
     def span_s(self) -> float:
         """Seconds over which the growth is known; 0: not known yet."""
         return self._read[-1][0] - self._read[0][0] if self._read else 0.0

@@ -64,7 +64,7 @@ def test_a_link_that_is_full_for_ten_minutes_is_an_alarm_until_it_is_so_no_more(
         sent = 120 * min(second, 680)
         counted.moved = [(sent, 0)]
         use = report.use(float(second), None)
-        if (alarm := report.alarm(float(second), use, "eu")) is not None:
+        if (alarm := report.alarm(use, "eu")) is not None:
             said[second] = alarm
 
     raised, again, cleared = said.values()
@@ -74,6 +74,16 @@ def test_a_link_that_is_full_for_ten_minutes_is_an_alarm_until_it_is_so_no_more(
     assert 600 <= first <= 615 and second == first + 60 and last > 680
     assert "1 kbit/s up" in raised.text and "now 96%" in raised.text
     assert "diloco stop HOST:PORT" in raised.text and len(raised.text) <= MOST_REASON
+
+
+def test_ranks_that_wait_and_sum_up_nothing_raise_no_alarm_of_what_was() -> None:
+    report = LinkReport(Counted(peers=["a"], failed_calls=[0]), LinkSettings(up_bps=1000.0))
+    sums = [((120 * second, 0),) for second in range(30)]
+
+    for second in range(2000):
+        use = report.use(float(second), sums[min(second, 29)])
+        assert report.alarm(use, "eu") is None
+    assert link_figures(use).fullness == pytest.approx(0.96)
 
 
 def test_rates_of_several_ranks_are_those_between_their_sums_however_seldom() -> None:
