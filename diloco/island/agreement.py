@@ -103,7 +103,11 @@ class Agreement:
         """
         if exit_code == 0:
             return
-        failures = gathered(None if own is None else (own.exit_code, str(own)), self._group)
+        try:
+            failures = gathered(None if own is None else (own.exit_code, str(own)), self._group)
+        except RuntimeError:  # a rank does not come any more
+            if own is None:
+                raise
         if own is not None:
             raise own
         rank, why = next((n, f[1]) for n, f in enumerate(failures) if f and f[0] == exit_code)

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from datetime import timedelta
+
 import pytest
 import torch
 import torch.distributed as dist
 
-from diloco.errors import CodecError
+from diloco.errors import CodecError, DilocoError, Fenced
 from diloco.island.agreement import Agreement
 from diloco.protocol.island.ledger import Target, Verdict
 from diloco.protocol.island.votes import NOT_MINE, FragmentVote, IslandVote
@@ -132,3 +134,18 @@ def test_a_failure_is_raised_where_ranks_agree_that_there_is_one() -> None:
 
     with pytest.raises(CodecError, match="a lane is broken"):
         agreement.raise_failure(own, 20)
+
+
+def raise_where_the_other_does_not_come(island_rank: int) -> str:
+    group = dist.new_group(backend="gloo", timeout=timedelta(seconds=0.5))
+    if island_rank == 1:
+        return ""
+    with pytest.raises(DilocoError) as caught:
+        Agreement(group).raise_failure(Fenced("a newer start is there"), Fenced.exit_code)
+    return repr(caught.value)
+
+
+def test_a_rank_ends_with_its_own_failure_also_where_another_does_not_come() -> None:
+    first, _ = run_ranks(raise_where_the_other_does_not_come, 2)
+
+    assert first == "Fenced('a newer start is there')"
