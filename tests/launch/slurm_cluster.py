@@ -41,7 +41,7 @@ AccountingStorageType=accounting_storage/none
 JobAcctGatherType=jobacct_gather/none
 SlurmdParameters=config_overrides
 SchedulerParameters=sched_interval=1,bf_interval=1
-NodeName=localhost NodeAddr=127.0.0.1 CPUs={cpus} State=UNKNOWN
+NodeName=localhost NodeAddr=127.0.0.1 CPUs={cpus} RealMemory={memory_mib} State=UNKNOWN
 PartitionName=all Nodes=ALL Default=YES MaxTime=INFINITE State=UP
 """
 
@@ -85,6 +85,7 @@ def slurm_cluster(environment: Mapping[str, str]) -> Iterator[SlurmCluster]:
             controller_port=ports[0],
             node_port=ports[1],
             cpus=_CPUS,
+            memory_mib=os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") >> 20,
         )
     )
     variables = {**environment, "SLURM_CONF": str(root / "slurm.conf")}
