@@ -3,8 +3,9 @@
 Real trainers, sessions, coordinator and syncer, on ranks joined by gloo, under `DeviceCounter`,
 whose docstring says what counts and what it cannot see. A figure is the largest of a row's sections
 and ranks; bytes are the sum over the ranks. Sections of the first round are left out, because
-memory may be taken then. What other threads copy, the IO thread's and the one that computes, is a
-row for the whole run up to its flush, which is published in float32: nobody waits for it.
+memory may be taken then; rooms for two sends at once are taken beforehand. What other threads copy,
+the IO thread's and the one that computes, is a row for the whole run up to its flush, which is
+published in float32: nobody waits for it.
 
 A counted device has no memory of its own that could be full, so that a mode says where lanes are
 kept. On the device nothing but coded bytes crosses the bus. On the host ("on host") float32 values
@@ -119,8 +120,8 @@ class DeviceSetting:
     )
     synchronised: Mapping[str, Sequence[str]] = field(
         default_factory=lambda: {
-            "scheduled": ("one", "fsdp-2", "tp-2"),
-            "decoupled": ("one", "fsdp-2"),
+            "scheduled": ("one", "fsdp-2", "tp-2", "fsdp-tp-4"),
+            "decoupled": ("one", "fsdp-2", "tp-2", "fsdp-tp-4"),
             "since send": ("fsdp-2",),
             "scheduled on host": ("one", "fsdp-2"),
             "decoupled on host": ("fsdp-2",),
@@ -434,6 +435,9 @@ def _placed(is_apart: bool, watch: Callable[[], Callable[[], None]]) -> Iterator
 
     def find_room(shards: LaneShards, num_vectors: int, step_bytes: int) -> None:
         shards.place = LanePlace(_DEVICE, is_apart=is_apart, thread=thread)
+        for p in shards._fragments:  # on a busy machine a send begins while another is made
+            for lanes in [shards.collect(p) for _ in range(2)]:
+                shards.reuse(lanes)
 
     LaneShards.find_room = find_room  # type: ignore
     try:
