@@ -9,7 +9,7 @@ from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Mappin
 
 import pytest
 
-from diloco.protos.payload_pb2 import ObjectCall
+from diloco.protos.payload_pb2 import ObjectCall, ObjectReply
 from diloco.transport.bucket import client as bucket_client
 from diloco.transport.bucket import server as bucket_server
 from diloco.transport.bucket.client import ObjectTransport
@@ -197,6 +197,34 @@ def test_what_is_not_what_was_sent_is_written_again(store: SignedStore) -> None:
         reply = await transport.call("take", b"", PAYLOAD, deadline_s=DEADLINE_S, transfer=transfer)
         assert reply.header == b"taken"
         assert len(store.requests) == 8
+
+    check(store, {"take": take}, claim)
+
+
+def test_what_is_not_what_was_sent_is_read_once_however_often_it_is_said_to_be_written(
+    store: SignedStore,
+) -> None:
+    asked = ObjectCall(
+        protocol_version=PROTOCOL_VERSION,
+        method="take",
+        transfer=bytes(16),
+        payload_bytes=len(PAYLOAD),
+        digest=bytes(32),
+        is_written=True,
+    )
+
+    async def claim(transport: ObjectTransport) -> None:
+        async def attempt() -> ObjectReply:
+            header = asked.SerializeToString()
+            reply = await transport.call("payload.call", header, deadline_s=DEADLINE_S)
+            return ObjectReply.FromString(reply.header)
+
+        store.objects.update({name: bytes(n) for name, n in _objects("", asked).items()})
+        with pytest.raises(ChecksumMismatch):
+            await attempt()
+        told = await attempt()
+        assert told.is_lost and len(told.put_urls) == 4
+        assert not store.objects
 
     check(store, {"take": take}, claim)
 

@@ -217,7 +217,11 @@ class ObjectCalls:
         if not asked.is_written:
             raise PayloadLacking("it is not written yet")
         objects = _objects(caller, asked)
-        return await self._run(self._shelf.take, asked.method, objects, asked.digest)
+        try:
+            return await self._run(self._shelf.take, asked.method, objects, asked.digest)
+        except ChecksumMismatch:  # a caller could say again and again that they are written
+            await self._run(self._shelf.delete, [*objects], pool=self._quick)
+            raise
 
     # -- what callers read -------------------------------------------------------------------------
 
