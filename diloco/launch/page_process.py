@@ -132,12 +132,12 @@ class PageProcess:
             [sys.executable, "-m", "diloco", "page", *words],
             self._log,
             stdin=subprocess.PIPE,  # whose end tells it that this process is gone
-            stdout=None if self._has_announced else subprocess.PIPE,
+            stdout=subprocess.PIPE,  # the log may be full
             inherited=[number],
         )
         self._said = b""
-        if self._child.stdout is not None:
-            os.set_blocking(self._child.stdout.fileno(), False)
+        assert self._child.stdout is not None
+        os.set_blocking(self._child.stdout.fileno(), False)
 
     def _read_address(self, child: subprocess.Popen[bytes]) -> None:
         assert child.stdout is not None

@@ -69,11 +69,13 @@ def test_what_fails_while_the_page_is_looked_after_ends_no_run(tmp_path: Path) -
 
 
 @pytest.mark.slow
-def test_the_page_of_a_coordinator_is_started_again_and_ends_when_it_is_killed(
+def test_the_page_of_a_coordinator_is_started_again_on_a_full_disk_and_ends_when_it_is_killed(
     tmp_path: Path,
 ) -> None:
     run_file = write_run(tmp_path, {"east": ""})
     log = tmp_path / "log"
+    (tmp_path / "state").mkdir()
+    (tmp_path / "state" / "page.log").symlink_to("/dev/full")
 
     def url() -> str:
         lines = log.read_text().splitlines()
