@@ -4,9 +4,12 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import math
 import random
+import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Mapping, Sequence
 
+import blake3
 import pytest
 
 from diloco.protos.payload_pb2 import ObjectCall, ObjectReply
@@ -367,6 +370,24 @@ def test_copies_are_not_made_as_often_as_a_caller_says(store: SignedStore) -> No
                     "give", b"", deadline_s=DEADLINE_S, max_reply_bytes=len(PAYLOAD)
                 )
         assert store.num_written == len(PAYLOAD)
+
+    check(store, {"give": give}, claim)
+
+
+def test_who_says_for_ever_that_a_reply_is_damaged_has_it_copied_ever_more_seldom(
+    store: SignedStore, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(bucket_server, "_LOOK_S", 0.02)
+    asked = ObjectCall(protocol_version=PROTOCOL_VERSION, method="give", transfer=bytes(16))
+    asked.lost = blake3.blake3(PAYLOAD).digest()
+
+    async def claim(transport: ObjectTransport) -> None:
+        began, header = time.monotonic(), asked.SerializeToString()
+        while (lasted_s := time.monotonic() - began) < 1.0:
+            await transport.call("payload.call", header, deadline_s=DEADLINE_S)
+            await asyncio.sleep(0.01)
+        # After n copies the next is made after 0.02 s * 2^n; the first writing is none.
+        assert store.num_written <= len(PAYLOAD) * (1 + math.log2(1 + lasted_s / 0.02))
 
     check(store, {"give": give}, claim)
 
