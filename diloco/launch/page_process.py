@@ -89,7 +89,7 @@ class PageProcess:
         if code == ConfigError.exit_code:  # another start would only repeat it
             self._start_at = math.inf
             self._listening.close()
-            command = shlex.join(["diloco", "page", address, *self._options])
+            command = shlex.join(["diloco", "page", *self._words(address)])
             self._announce(
                 f"there is no page, the run goes on without; {last_words(self._log)}\nOnce the "
                 f"cause is removed: {command}"
@@ -116,23 +116,28 @@ class PageProcess:
         self._start_at = now + wait_s
         logger.warning("page ended, starting it again, wait_s=%g: %s", wait_s, how)
 
-    def _start(self, address: str) -> None:
-        transport, number = self._config.transport, self._listening.fileno()
+    def _words(self, address: str) -> list[str]:
+        transport = self._config.transport
         own = transport.kind in OWN_TRANSPORTS
         words = [address if own else f"{transport.kind}://{address}"]
-        words += [f"--certs={transport.certs}", f"--tokens={transport.tokens}"]
+        words += [f"--certs={transport.certs}"] if transport.certs else []
+        words += [f"--tokens={transport.tokens}"] if transport.tokens else []
         words += ["--insecure"] if transport.insecure else []
-        words += [*self._options, f"--descriptor={number}"]
+        return [*words, *self._options]
+
+    def _start(self, address: str) -> None:
+        number = self._listening.fileno()
+        words = [*self._words(address), f"--descriptor={number}"]
         self._child = spawn(
             [sys.executable, "-m", "diloco", "page", *words],
             self._log,
             stdin=subprocess.PIPE,  # whose end tells it that this process is gone
-            stdout=None if self._has_announced else subprocess.PIPE,
+            stdout=subprocess.PIPE,  # the log may be full
             inherited=[number],
         )
         self._said = b""
-        if self._child.stdout is not None:
-            os.set_blocking(self._child.stdout.fileno(), False)
+        assert self._child.stdout is not None
+        os.set_blocking(self._child.stdout.fileno(), False)
 
     def _read_address(self, child: subprocess.Popen[bytes]) -> None:
         assert child.stdout is not None

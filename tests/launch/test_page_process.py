@@ -29,7 +29,7 @@ from tests.waiting import wait_until
     [
         ("--listen 0.0.0.0:0", "give --certificate and --key and --token-file"),
         ("--acts", "give --token-file"),
-        ("--certs nowhere", "nowhere"),
+        ("--certs nowhere", "the page asks the coordinator as an operator: "),
         ("--listen 'x", "quote it as a shell does"),
     ],
 )
@@ -46,7 +46,7 @@ def test_what_its_options_lack_is_refused_before_the_run_begins(
 
 
 def test_what_fails_while_the_page_is_looked_after_ends_no_run(tmp_path: Path) -> None:
-    config = load_config(write_run(tmp_path, {"east": ""}))
+    config = load_config(write_run(tmp_path, {"east": ""}), ["transport.certs=nowhere"])
     Path(config.coordinator.state_dir).mkdir(parents=True)
     told: list[str] = []
 
@@ -65,14 +65,17 @@ def test_what_fails_while_the_page_is_looked_after_ends_no_run(tmp_path: Path) -
     page.close()
     (line,) = told
     assert "the run goes on without" in line and "No such option" in line
+    assert line.endswith("diloco page 127.0.0.1:1 --certs=nowhere --no-such-option")
 
 
 @pytest.mark.slow
-def test_the_page_of_a_coordinator_is_started_again_and_ends_when_it_is_killed(
+def test_the_page_of_a_coordinator_is_started_again_on_a_full_disk_and_ends_when_it_is_killed(
     tmp_path: Path,
 ) -> None:
     run_file = write_run(tmp_path, {"east": ""})
     log = tmp_path / "log"
+    (tmp_path / "state").mkdir()
+    (tmp_path / "state" / "page.log").symlink_to("/dev/full")
 
     def url() -> str:
         lines = log.read_text().splitlines()

@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import math
 import random
+import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Mapping, Sequence
 
+import blake3
 import pytest
 
-from diloco.protos.payload_pb2 import ObjectCall
+from diloco.protos.payload_pb2 import ObjectCall, ObjectReply
 from diloco.transport.bucket import client as bucket_client
 from diloco.transport.bucket import server as bucket_server
 from diloco.transport.bucket.client import ObjectTransport
@@ -201,6 +204,34 @@ def test_what_is_not_what_was_sent_is_written_again(store: SignedStore) -> None:
     check(store, {"take": take}, claim)
 
 
+def test_what_is_not_what_was_sent_is_read_once_however_often_it_is_said_to_be_written(
+    store: SignedStore,
+) -> None:
+    asked = ObjectCall(
+        protocol_version=PROTOCOL_VERSION,
+        method="take",
+        transfer=bytes(16),
+        payload_bytes=len(PAYLOAD),
+        digest=bytes(32),
+        is_written=True,
+    )
+
+    async def claim(transport: ObjectTransport) -> None:
+        async def attempt() -> ObjectReply:
+            header = asked.SerializeToString()
+            reply = await transport.call("payload.call", header, deadline_s=DEADLINE_S)
+            return ObjectReply.FromString(reply.header)
+
+        store.objects.update({name: bytes(n) for name, n in _objects("", asked).items()})
+        with pytest.raises(ChecksumMismatch):
+            await attempt()
+        told = await attempt()
+        assert told.is_lost and len(told.put_urls) == 4
+        assert not store.objects
+
+    check(store, {"take": take}, claim)
+
+
 def test_what_is_not_there_any_more_is_written_again_and_is_no_damage(store: SignedStore) -> None:
     async def claim(transport: ObjectTransport) -> None:
         transfer = Transfer()
@@ -339,6 +370,24 @@ def test_copies_are_not_made_as_often_as_a_caller_says(store: SignedStore) -> No
                     "give", b"", deadline_s=DEADLINE_S, max_reply_bytes=len(PAYLOAD)
                 )
         assert store.num_written == len(PAYLOAD)
+
+    check(store, {"give": give}, claim)
+
+
+def test_who_says_for_ever_that_a_reply_is_damaged_has_it_copied_ever_more_seldom(
+    store: SignedStore, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(bucket_server, "_LOOK_S", 0.02)
+    asked = ObjectCall(protocol_version=PROTOCOL_VERSION, method="give", transfer=bytes(16))
+    asked.lost = blake3.blake3(PAYLOAD).digest()
+
+    async def claim(transport: ObjectTransport) -> None:
+        began, header = time.monotonic(), asked.SerializeToString()
+        while (lasted_s := time.monotonic() - began) < 1.0:
+            await transport.call("payload.call", header, deadline_s=DEADLINE_S)
+            await asyncio.sleep(0.01)
+        # After n copies the next is made after 0.02 s * 2^n; the first writing is none.
+        assert store.num_written <= len(PAYLOAD) * (1 + math.log2(1 + lasted_s / 0.02))
 
     check(store, {"give": give}, claim)
 

@@ -46,8 +46,8 @@ _MOST_PIECES = 16
 #: Of one caller: payloads that it was told to write, and replies of which it has not said that they
 #: have arrived. Of all: replies that are in the store.
 _MOST_AWAITED, _MOST_SENT, _MOST_GIVEN = 1 << 16, 1 << 12, 1 << 16
-#: Seconds between two looks for what is to be removed, between two copies of a payload that is
-#: there, and between two words that the store does not answer.
+#: Seconds between two looks for what is to be removed, between the first two copies of a payload
+#: that is there (then twice as long each time), and between two words that the store is away.
 _LOOK_S = 60.0
 #: Seconds for which names are collected that one request then removes; that removing at the end
 #: lasts.
@@ -95,11 +95,15 @@ class Shelf(Protocol):
 
 @dataclass(slots=True)
 class _Given:
-    """A reply's payload, of which callers were told."""
+    """A reply's payload, of which callers were told.
+
+    `copied_at`: from when on it is written once more for a caller that says that it is damaged.
+    """
 
     name: str
     writing: asyncio.Task[None]
     began: float
+    copied_at: float
     until: float
 
 
@@ -217,19 +221,24 @@ class ObjectCalls:
         if not asked.is_written:
             raise PayloadLacking("it is not written yet")
         objects = _objects(caller, asked)
-        return await self._run(self._shelf.take, asked.method, objects, asked.digest)
+        try:
+            return await self._run(self._shelf.take, asked.method, objects, asked.digest)
+        except ChecksumMismatch:  # a caller could say again and again that they are written
+            await self._run(self._shelf.delete, [*objects], pool=self._quick)
+            raise
 
     # -- what callers read -------------------------------------------------------------------------
 
     async def _give(self, digest: bytes, payload: Buffer, *, is_lost: bytes) -> str:
         """Have a payload in the store, written once, and sign an address of it."""
-        loop = asyncio.get_running_loop()
+        loop, wait_s = asyncio.get_running_loop(), _LOOK_S
         given = self._given.get(digest)
         if given is not None and is_lost == digest and given.writing.done():
             size = await self._run(self._shelf.size, given.name, pool=self._quick)
             is_there = size == memoryview(payload).nbytes
-            if not is_there or loop.time() >= given.began + _LOOK_S:
+            if not is_there or loop.time() >= given.copied_at:
                 self._forget(digest, given)
+                wait_s = 2 * (given.copied_at - given.began)
             given = self._given.get(digest)  # another one may have found it before
         if given is None:
             if len(self._given) >= _MOST_GIVEN:
@@ -238,7 +247,8 @@ class ObjectCalls:
             self._num_given += 1
             name = f"given-{self._num_given}"
             writing = asyncio.ensure_future(self._run(self._shelf.write, name, payload))
-            given = self._given[digest] = _Given(name, writing, loop.time(), math.inf)
+            now = loop.time()
+            given = self._given[digest] = _Given(name, writing, now, now + wait_s, math.inf)
         try:
             await asyncio.shield(given.writing)
         except BaseException:

@@ -128,11 +128,17 @@ def page_process(
     alone.command()(page)
     given = get_command(alone).make_context("diloco page", ["127.0.0.1:1", *words]).params
     transport = config.transport
-    Security.open(
-        Identity(config.run.name, Role.OPERATOR),
-        certs=given["certs"] or transport.certs,
-        tokens=given["tokens"] or transport.tokens,
-    )
+    try:
+        Security.open(
+            Identity(config.run.name, Role.OPERATOR),
+            certs=given["certs"] or transport.certs,
+            tokens=given["tokens"] or transport.tokens,
+        )
+    except ConfigError as error:
+        raise ConfigError(
+            f"the page asks the coordinator as an operator: {error}. Or leave --page out here, and "
+            f"type diloco page where these files are"
+        ) from error
     host, listening = _bound(given["listen"])
     try:
         names = ("listen", "certificate", "key", "token_file", "acts")
