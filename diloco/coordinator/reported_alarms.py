@@ -44,6 +44,9 @@ MOST_OF_ISLAND = 8
 _MOST_SHOWN, _OF_KIND = 64, 4
 #: Seconds between two entries of the audit log about the same alarm of the same reporter.
 _TOLD_AGAIN_S = 60.0
+#: Entries of the audit log about what one island reports, in an hour: the log keeps a number of
+#: entries, operators' among them.
+_MOST_AN_HOUR, _HOUR_S = 120, 3600.0
 
 
 class ReportedAlarms:
@@ -63,6 +66,8 @@ class ReportedAlarms:
         self._by_reporter: dict[str, Alarms] = {}
         # Reporter -> alarm -> when an entry was last made of it.
         self._noted: dict[str, dict[tuple[str, str, int], float]] = {}
+        # Island -> when its hour began, and how many entries were made in it.
+        self._hours: dict[str, tuple[float, int]] = {}
         self._unwritten: list[AuditEntry] = []
 
     def reported(
@@ -130,12 +135,19 @@ class ReportedAlarms:
     def _note(self, reporter: str, held: HeldAlarm, now: float, most: int) -> None:
         """Make an entry for the audit log: an alarm began to hold; at most once in a while.
 
-        And at most `most` of one kind and reporter in that time.
+        And at most `most` of one kind and reporter in that time, and so many of an island in an
+        hour.
         """
         before, key = self._noted.get(reporter, {}), held.alarm.key
         noted = {k: at for k, at in before.items() if now - at < _TOLD_AGAIN_S}
         if key in noted or sum(kind == key[0] for kind, _, _ in noted) >= most:
             return
+        if reporter != COORDINATOR and not reporter.startswith(SYNCER):
+            began, num_told = self._hours.get(reporter, (now, 0))
+            began, num_told = (began, num_told) if now < began + _HOUR_S else (now, 0)
+            if num_told >= _MOST_AN_HOUR:
+                return
+            self._hours[reporter] = began, num_told + 1
         self._noted[reporter] = {**noted, key: now}
         logger.warning("alarm %s, reporter=%s: %s", key, reporter, held.alarm.text)
         unix_s = self._unix_clock()

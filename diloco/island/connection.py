@@ -315,7 +315,7 @@ class Connection:
             def progress() -> ReportRequest:
                 said = self.progress()
                 said.link.CopyFrom(link.use(time.monotonic(), self.island_moved))
-                if (alarm := link.alarm(said.link, self.config.island_id)) is not None:
+                if (alarm := link.alarm(self.config.island_id)) is not None:
                     registration.on_event(alarm)
                 return said
 

@@ -16,13 +16,14 @@ from diloco.protocol.run.alarms import AlarmKind
 from diloco.protocol.run.peer_bounds import MOST_LINK_BPS
 from diloco.protos.control_pb2 import LinkUse, SyncerLinkUse
 from diloco.telemetry.events import AlarmCleared, AlarmRaised
-from diloco.telemetry.link_figures import FULL, Growth, link_figures
+from diloco.telemetry.link_figures import Growth
 from diloco.transport.addresses import split_address
 from diloco.transport.tcp_counters import can_count, round_trips_s
 from diloco.transport.units import format_bandwidth
 
-#: Seconds for which a link is full before it is an alarm, which is raised again so often.
-FULL_S, _AGAIN_S = 600.0, 60.0
+#: Share of a link that its use comes to over so many seconds before that is an alarm, which is
+#: raised again so often.
+_MOST_USED, _USED_S, _AGAIN_S = 0.8, 600.0, 60.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,9 +64,8 @@ class LinkReport:
     def __init__(self, exchange: SyncerCounters, settings: LinkSettings) -> None:
         """Assign only; `exchange` is the leader's."""
         self._exchange, self._settings = exchange, settings
-        self._moved, self._failed = Growth(), Growth()
+        self._moved, self._failed, self._long = Growth(), Growth(), Growth(_USED_S)
         self._sums: Sequence[tuple[int, int]] = ()
-        self._full_since: float | None = None
         self._alarmed_at: float | None = None
 
     def use(self, now: float, island_moved: Sequence[tuple[int, int]] | None) -> LinkUse:
@@ -78,10 +78,10 @@ class LinkReport:
         """
         exchange = self._exchange
         if island_moved is None:
-            self._moved.add(now, [n for pair in exchange.moved for n in pair])
+            self._add(now, exchange.moved)
         elif island_moved and island_moved is not self._sums:
             self._sums = island_moved
-            self._moved.add(now, [n for pair in island_moved for n in pair])
+            self._add(now, island_moved)
         self._failed.add(now, exchange.failed_calls)
         settings, span_s = self._settings, self._moved.span_s
         bps = [min(8 * n / span_s, MOST_LINK_BPS) if span_s else 0.0 for n in self._moved.growth]
@@ -111,27 +111,32 @@ class LinkReport:
             has_bucket=settings.has_bucket,
         )
 
-    def alarm(self, link: LinkUse, island: str) -> AlarmRaised | AlarmCleared | None:
-        """Say that the link has been full for too long, or is so no more; None: nothing new.
+    def _add(self, now: float, moved: Sequence[tuple[int, int]]) -> None:
+        self._moved.add(now, [n for pair in moved for n in pair])
+        self._long.add(now, [sum(pair[way] for pair in moved) for way in (0, 1)])
+
+    def alarm(self, island: str) -> AlarmRaised | AlarmCleared | None:
+        """Say that the link had little room for ten minutes, or has again; None: nothing new.
 
         Of ranks that sum up nothing, since they wait, it is not known.
         """
-        now = self._moved.read_at
-        fullness = link_figures(link).fullness or 0.0
-        if fullness < FULL:
-            self._full_since, was_alarmed = None, self._alarmed_at is not None
-            self._alarmed_at = None
-            return AlarmCleared(AlarmKind.LINK_FULL, island) if was_alarmed else None
-        if self._full_since is None:
-            self._full_since = now
+        now, span_s, settings = self._long.read_at, self._long.span_s, self._settings
+        share, bps, way = 0.0, 0.0, ""
+        if span_s >= _USED_S:
+            up, down = self._long.growth
+            ways = (up, settings.up_bps, "up"), (down, settings.down_bps, "down")
+            shares = ((8 * n / span_s / bps, bps, way) for n, bps, way in ways if bps)
+            share, bps, way = max(shares, default=(0.0, 0.0, ""))
         last = self._alarmed_at
-        if now - self._full_since < FULL_S or (last is not None and now - last < _AGAIN_S):
+        if share < _MOST_USED:
+            self._alarmed_at = None
+            return None if last is None else AlarmCleared(AlarmKind.LINK_FULL, island)
+        if last is not None and now - last < _AGAIN_S:
             return None
         self._alarmed_at = now
-        rates = (format_bandwidth(bps) for bps in (link.up_capacity_bps, link.down_capacity_bps))
         text = (
-            f"its link ({' up, '.join(rates)} down) has been full for over {FULL_S / 60:g} min, "
-            f"now {fullness:.0%}: it is late, or others wait for it. Raise transport.rate in its "
+            f"of its link, {format_bandwidth(bps)} {way}, {share:.0%} were used over the last "
+            f"{_USED_S / 60:g} min: it is late, or others wait for it. Raise transport.rate in its "
             f"file if the line has more, or let it send less: diloco stop HOST:PORT, a smaller "
             f"outer.uplink_codec, diloco coordinator RUN.toml --resume"
         )

@@ -19,16 +19,17 @@ FULL = 0.9
 
 
 class Growth:
-    """How much some counters have grown lately."""
+    """How much some counters have grown lately: over `least_s` seconds, and little more."""
 
-    def __init__(self) -> None:
+    def __init__(self, least_s: float = LEAST_S) -> None:
         """Begin with nothing read."""
+        self._least_s = least_s
         self._read: deque[tuple[float, tuple[int, ...]]] = deque()
 
     def add(self, now: float, counters: Sequence[int]) -> None:
         """Take the counters as they are at `now`, a clock's seconds that never go back."""
         self._read.append((now, tuple(counters)))
-        while len(self._read) > 2 and now - self._read[1][0] >= LEAST_S:
+        while len(self._read) > 2 and now - self._read[1][0] >= self._least_s:
             self._read.popleft()
 
     @property

@@ -139,6 +139,18 @@ def test_an_island_cannot_flood_what_is_shown(tmp_path: Path) -> None:
     tell(tmp_path, story)
 
 
+def test_an_island_cannot_fill_the_audit_log(tmp_path: Path) -> None:
+    async def story(coord: CoordinatorInMemory) -> None:
+        east, _ = await joined(coord)
+        for number in range(3000):  # two hours of ever other alarms
+            alarms = [Alarm(kind=AlarmKind.LOSS_RISES, fragment_id=number, text="other")]
+            await coord.report(east, alarms=alarms)
+            await asyncio.sleep(2.4)
+        assert len(await recorded(coord)) == 240
+
+    tell(tmp_path, story)
+
+
 def test_what_all_islands_report_hides_no_other_alarm_and_looks_the_same_every_time(
     tmp_path: Path,
 ) -> None:

@@ -43,7 +43,7 @@ class AlarmKind(StrEnum):
     STATE_AWAY = "state_away"  # the object store of the run's state does not answer, or lost some
     CERTIFICATE = "certificate"  # the coordinator's or the CA's ends soon; or one is not renewed
     DAMAGED_ON_THE_WAY = "damaged_on_the_way"  # a link damages more than it should
-    LINK_FULL = "link_full"  # an island's link has had no room left for minutes
+    LINK_FULL = "link_full"  # an island's link has had little room left for minutes
 
 
 @dataclass(frozen=True, slots=True)
