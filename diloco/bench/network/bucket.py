@@ -8,7 +8,9 @@ that did not come from there.
 
     ideal    of payloads by bucket: the version to islands, and once more in its frame
     acks     TCP packets that only say what has come, counted by the relay of the emulated line.
-             What comes grows with the islands on any way, so these do: what is judged is the rest
+             What comes grows with the islands on any way, so these do; they are in what is judged
+
+Payloads are of a size next to which words are small: 3 MB a lane.
 """
 
 from __future__ import annotations
@@ -49,6 +51,7 @@ ffn_dim = {ffn_dim}
 [data]
 sequence_length = 32
 [inner.optimizer]
+name = "adamw"
 lr = 1e-3
 warmup_steps = 2
 [outer]
@@ -88,11 +91,11 @@ class BucketSetting:
         rounds: Of the shorter run, and of the longer one.
         bandwidth: Of each line.
         delay_ms: Of each line, one way.
-        most: Bar of what the syncer sends but acknowledgements, with many islands over few.
+        most: Bar of what the syncer sends with many islands over that with few.
     """
 
     islands: tuple[int, int] = (2, 16)
-    dim: int = 256
+    dim: int = 640
     rounds: tuple[int, int] = (1, 4)
     bandwidth: str = "200Mbit/s"
     delay_ms: float = 10.0
@@ -132,10 +135,10 @@ def run(watch: Watch, *, setting: BucketSetting | None = None) -> Report:
                 "ack_mb": acks,
             }
         )
-    by_bucket = [row["out_mb"] - row["ack_mb"] for row in results if row["payloads"] == "bucket"]
+    by_bucket = [row["out_mb"] for row in results if row["payloads"] == "bucket"]
     ratio = by_bucket[1] / by_bucket[0]
     few_islands, many_islands = setting.islands
-    what = f"by bucket: sent but acks with {many_islands} islands over {few_islands}"
+    what = f"by bucket: sent with {many_islands} islands over {few_islands}"
     differing = sum(len(found) > 1 for found in digests.values())
     requirements = [
         Requirement(what, ratio, setting.most, "x"),
