@@ -14,18 +14,23 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import hmac
+import itertools
 import logging
 import os
 import socket
 import ssl
 import sys
 import threading
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from prometheus_client import CollectorRegistry, Metric, MetricsHandler
-from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
+from prometheus_client.core import (
+    CounterMetricFamily,
+    GaugeMetricFamily,
+    HistogramMetricFamily,
+)
 from prometheus_client.registry import Collector
 
 from diloco.errors import ConfigError
@@ -40,10 +45,8 @@ from diloco.protos.fragment_pb2 import FragmentState
 from diloco.system import require_linux
 from diloco.telemetry.link_figures import LinkFigures, link_figures
 from diloco.telemetry.protection import Protection
+from diloco.telemetry.syncer_meter import BOUNDS_S, Durations, SyncerMeter
 from diloco.transport.addresses import split_address
-
-if TYPE_CHECKING:
-    from diloco.telemetry.syncer_meter import SyncerMeter
 
 logger = logging.getLogger(__name__)
 
@@ -408,20 +411,23 @@ def syncer_metrics(
     yield _gauge("syncer_epoch", "Starts of the syncer", [], [([], syncer_epoch)])
     yield _gauge("syncer_fragment_version", "Newest published version", fragment, versions)
     counts = meter.counts
-    sums: Sequence[tuple[str, str, dict[int, int] | dict[int, float]]] = (
+    sums: Sequence[tuple[str, str, Mapping[int, int]]] = (
         ("rounds_published", "Versions published", counts.published),
         ("rounds_expired", "Attempts that expired", counts.expired),
         ("rounds_solo", "Versions of one island, where others were members", counts.solo),
-        ("round_wait_seconds", "Time from openings to closes", counts.waited_s),
-        ("round_grace_seconds", "Time that quorums waited for stragglers", counts.grace_s),
         ("disk_full", "Versions and expiries that found no room at first", counts.disk_full),
-        ("merge_seconds", "Time of merges and outer steps", counts.merge_s),
-        ("commit_seconds", "Time until versions were durable", counts.commit_s),
     )
     for name, what, by_fragment in sums:
         # From zero on, so that the first increase is seen.
         samples = [([str(s.fragment_id)], by_fragment.get(s.fragment_id, 0)) for s in states]
         yield _counter(f"syncer_{name}", what, fragment, samples)
+    for name, what, durations in (
+        ("round_wait", "Time from an opening to the close", counts.waited),
+        ("round_grace", "Time that a quorum waited for stragglers", counts.grace),
+        ("merge", "Time of a merge and its outer step", counts.merges),
+        ("commit", "Time until a version was durable", counts.commits),
+    ):
+        yield _histogram(f"syncer_{name}_seconds", what, durations, states)
     waits = [
         ([str(s.fragment_id)], float(s.fragment_id in counts.waiting_for_disk)) for s in states
     ]
@@ -456,6 +462,17 @@ def _gauge(name: str, what: str, labels: Sequence[str], samples: _Samples) -> Me
 
 def _counter(name: str, what: str, labels: Sequence[str], samples: _Samples) -> Metric:
     return _filled(CounterMetricFamily(f"diloco_{name}", what, labels=labels), samples)
+
+
+def _histogram(
+    name: str, what: str, durations: Mapping[int, Durations], states: Sequence[FragmentState]
+) -> Metric:
+    family = HistogramMetricFamily(f"diloco_{name}", what, labels=["fragment"])
+    for p in (state.fragment_id for state in states):
+        taken = durations.get(p, Durations())
+        below = zip((*map(str, BOUNDS_S), "+Inf"), itertools.accumulate(taken.counts), strict=True)
+        family.add_metric([str(p)], list(below), taken.sum_s)
+    return family
 
 
 def _filled(family: GaugeMetricFamily | CounterMetricFamily, samples: _Samples) -> Metric:

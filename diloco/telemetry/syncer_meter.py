@@ -8,19 +8,40 @@ from __future__ import annotations
 import contextlib
 import copy
 import threading
-from collections import Counter
+from bisect import bisect_left
+from collections import Counter, defaultdict
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 
 from diloco.refusals import Cause
 from diloco.telemetry.round_events import RoundClosed
 
+#: Classes in which durations are counted: seconds, at most.
+BOUNDS_S = (0.01, 0.03, 0.1, 0.3, 1.0, 3.0, 10.0, 30.0, 100.0, 300.0, 1000.0)
+
+
+@dataclass(slots=True)
+class Durations:
+    """How long something took: the sum, and how often by class; the last has what is longer."""
+
+    sum_s: float = 0.0
+    counts: list[int] = field(default_factory=lambda: [0] * (len(BOUNDS_S) + 1))
+
+    def add(self, seconds: float) -> None:
+        """Count one."""
+        self.sum_s += seconds
+        self.counts[bisect_left(BOUNDS_S, seconds)] += 1
+
+
+def _durations() -> defaultdict[int, Durations]:
+    return defaultdict(Durations)
+
 
 @dataclass(slots=True)
 class SyncerCounts:
     """Sums since the start, by fragment, or by fragment and island.
 
-    Seconds are the worker's, but for those that rounds `waited_s` and spent on grace (`grace_s`).
+    Durations are the worker's, but for those that rounds `waited` and spent on `grace`.
     `refused` are contributions to published versions, `refusals` whatever was refused, by island
     (empty: of none that had proved it) and cause. `disk_full` counts versions and expiries that
     found no room at first, `waiting_for_disk` are the fragments that wait for it now.
@@ -37,10 +58,10 @@ class SyncerCounts:
     rejected: Counter[tuple[int, str]] = field(default_factory=Counter)
     received_bytes: Counter[tuple[int, str]] = field(default_factory=Counter)
     sent_bytes: Counter[tuple[int, str]] = field(default_factory=Counter)
-    merge_s: dict[int, float] = field(default_factory=dict)
-    commit_s: dict[int, float] = field(default_factory=dict)
-    waited_s: dict[int, float] = field(default_factory=dict)
-    grace_s: dict[int, float] = field(default_factory=dict)
+    merges: defaultdict[int, Durations] = field(default_factory=_durations)
+    commits: defaultdict[int, Durations] = field(default_factory=_durations)
+    waited: defaultdict[int, Durations] = field(default_factory=_durations)
+    grace: defaultdict[int, Durations] = field(default_factory=_durations)
 
 
 class SyncerMeter:
@@ -70,8 +91,8 @@ class SyncerMeter:
         with self._lock:
             counts.published[p] += 1
             counts.solo[p] += closed.is_solo
-            counts.waited_s[p] = counts.waited_s.get(p, 0.0) + closed.waited_s
-            counts.grace_s[p] = counts.grace_s.get(p, 0.0) + closed.grace_s
+            counts.waited[p].add(closed.waited_s)
+            counts.grace[p].add(closed.grace_s)
             counts.included.update((p, island) for island in closed.contributors)
             counts.refused.update((p, island) for island in closed.refused)
             counts.rejected.update((p, island) for island in closed.rejected)
@@ -114,21 +135,21 @@ class SyncerMeter:
 
     @contextlib.contextmanager
     def merging(self, fragment_id: int) -> Iterator[None]:
-        """Count the seconds of a merge and its outer step."""
-        with self._timing(self._counts.merge_s, fragment_id):
+        """Count how long a merge and its outer step take."""
+        with self._timing(self._counts.merges, fragment_id):
             yield
 
     @contextlib.contextmanager
     def committing(self, fragment_id: int) -> Iterator[None]:
-        """Count the seconds until a version is durable."""
-        with self._timing(self._counts.commit_s, fragment_id):
+        """Count how long a version takes to be durable."""
+        with self._timing(self._counts.commits, fragment_id):
             yield
 
     @contextlib.contextmanager
-    def _timing(self, seconds: dict[int, float], fragment_id: int) -> Iterator[None]:
+    def _timing(self, durations: defaultdict[int, Durations], fragment_id: int) -> Iterator[None]:
         began = self._clock()
         try:
             yield
         finally:
             with self._lock:
-                seconds[fragment_id] = seconds.get(fragment_id, 0.0) + self._clock() - began
+                durations[fragment_id].add(self._clock() - began)

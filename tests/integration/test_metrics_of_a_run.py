@@ -140,8 +140,8 @@ def test_every_sink_of_a_run_tells_the_same(tmp_path: Path) -> None:
         published = syncer.samples["diloco_syncer_rounds_published_total", fragment]
         assert published >= 1
         assert published == syncer.samples["diloco_syncer_fragment_version", fragment]
-        assert syncer.samples["diloco_syncer_merge_seconds_total", fragment] > 0
-        assert syncer.samples["diloco_syncer_commit_seconds_total", fragment] > 0
+        assert syncer.samples["diloco_syncer_merge_seconds_sum", fragment] > 0
+        assert syncer.samples["diloco_syncer_commit_seconds_sum", fragment] > 0
         for island in ISLANDS:
             contributions = ("diloco_syncer_contributions_total", fragment, island, "included")
             assert syncer.samples[contributions] == published

@@ -61,7 +61,8 @@ def exported() -> list[Metric]:
 
 def samples() -> set[str]:
     """Names as Prometheus stores them."""
-    return {m.name + ("_total" if m.type == "counter" else "") for m in exported()}
+    ends = {"counter": ["_total"], "histogram": ["_sum", "_count", "_bucket"]}
+    return {metric.name + end for metric in exported() for end in ends.get(metric.type, [""])}
 
 
 def alerts() -> list[dict[str, object]]:

@@ -184,7 +184,20 @@ def test_syncer_tells_what_it_has_done_and_counts_from_zero() -> None:
     meter.sent(0, "east", 30)
     meter.sent(0, "east", 30)
 
-    assert samples(list(syncer_metrics(states, meter, syncer_epoch=4))) == {
+    found = samples(list(syncer_metrics(states, meter, syncer_epoch=4)))
+    durations = {name: value for name, value in found.items() if "_seconds" in name}
+
+    assert {name: found.pop(name) for name in durations if "bucket" not in name} == {
+        f"diloco_syncer_{name}_seconds_{what}{{fragment={p}}}": value * (p == 0)
+        for name, seconds in (
+            ("round_wait", 7.0), ("round_grace", 2.5), ("merge", 0.5), ("commit", 0.25)
+        )
+        for what, value in (("sum", seconds), ("count", 1.0))
+        for p in (0, 1)
+    }  # fmt: skip
+    within = "diloco_syncer_round_wait_seconds_bucket{fragment=0,le="
+    assert [durations[f"{within}{s}}}"] for s in ("3.0", "10.0", "+Inf")] == [0, 1, 1]
+    assert {name: value for name, value in found.items() if "bucket" not in name} == {
         "diloco_syncer_epoch": 4,
         "diloco_syncer_fragment_version{fragment=0}": 1,
         "diloco_syncer_rounds_published_total{fragment=0}": 1,
@@ -193,18 +206,10 @@ def test_syncer_tells_what_it_has_done_and_counts_from_zero() -> None:
         "diloco_syncer_rounds_expired_total{fragment=1}": 1,
         "diloco_syncer_rounds_solo_total{fragment=0}": 1,
         "diloco_syncer_rounds_solo_total{fragment=1}": 0,
-        "diloco_syncer_round_wait_seconds_total{fragment=0}": 7.0,
-        "diloco_syncer_round_wait_seconds_total{fragment=1}": 0,
-        "diloco_syncer_round_grace_seconds_total{fragment=0}": 2.5,
-        "diloco_syncer_round_grace_seconds_total{fragment=1}": 0,
         "diloco_syncer_disk_full_total{fragment=0}": 1,
         "diloco_syncer_disk_full_total{fragment=1}": 1,
         "diloco_syncer_waits_for_disk{fragment=0}": 1,
         "diloco_syncer_waits_for_disk{fragment=1}": 0,
-        "diloco_syncer_merge_seconds_total{fragment=0}": 0.5,
-        "diloco_syncer_merge_seconds_total{fragment=1}": 0,
-        "diloco_syncer_commit_seconds_total{fragment=0}": 0.25,
-        "diloco_syncer_commit_seconds_total{fragment=1}": 0,
         "diloco_syncer_contributions_total{fragment=0,island=east,outcome=included}": 1,
         "diloco_syncer_contributions_total{fragment=0,island=west,outcome=refused}": 1,
         "diloco_syncer_contributions_total{fragment=0,island=north,outcome=rejected}": 1,
@@ -222,7 +227,7 @@ def test_seconds_of_a_merge_that_failed_count() -> None:
     with pytest.raises(ValueError, match="broken"), meter.merging(0):
         raise ValueError("broken")
 
-    assert meter.counts.merge_s == {0: 2.0}
+    assert meter.counts.merges[0].sum_s == 2.0
 
 
 def one_gauge() -> list[Metric]:

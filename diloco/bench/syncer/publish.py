@@ -311,7 +311,7 @@ async def _serve(
             loop = asyncio.get_running_loop()
             while await loop.run_in_executor(asking, pipe.recv):
                 counts = serving.meter.counts
-                spent = counts.merge_s.get(0, 0.0), counts.commit_s.get(0, 0.0), time.process_time()
+                spent = counts.merges[0].sum_s, counts.commits[0].sum_s, time.process_time()
                 pipe.send(spent)
 
 
