@@ -30,6 +30,8 @@ logger = logging.getLogger(__name__)
 _FIRST_WAIT_S, _LONG_LIFE_S = 0.5, 30.0
 _END_S = 2.0
 _LINE_BYTES = 4096
+#: What variables with credentials of the object store begin with: a page needs none.
+_STORES = ("AWS_", "AZURE_", "GOOGLE_")
 
 
 class PageProcess:
@@ -131,6 +133,7 @@ class PageProcess:
         self._child = spawn(
             [sys.executable, "-m", "diloco", "page", *words],
             self._log,
+            environment={k: v for k, v in os.environ.items() if not k.startswith(_STORES)},
             stdin=subprocess.PIPE,  # whose end tells it that this process is gone
             stdout=subprocess.PIPE,  # the log may be full
             inherited=[number],

@@ -98,11 +98,13 @@ def test_the_page_of_a_coordinator_is_started_again_on_a_full_disk_and_ends_when
 
     with log.open("wb") as output:
         command = [sys.executable, "-m", "diloco", "coordinator", str(run_file), "--page"]
-        process = subprocess.Popen(command, stdout=output, stderr=output)
+        environment = {**os.environ, "AWS_SECRET_ACCESS_KEY": "of-the-bucket"}
+        process = subprocess.Popen(command, stdout=output, stderr=output, env=environment)
     try:
         wait_until(url)
         assert answers()
         (page,) = children()
+        assert b"of-the-bucket" not in Path(f"/proc/{page}/environ").read_bytes()
         os.kill(page, signal.SIGKILL)
         wait_until(lambda: children() not in ([], [page]) and answers())
         (page,) = children()
