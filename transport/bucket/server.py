@@ -20,6 +20,7 @@ import functools
 import logging
 import math
 import threading
+from collections import deque
 from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
 from concurrent.futures import Executor, ThreadPoolExecutor
 from dataclasses import dataclass
@@ -46,6 +47,9 @@ _MOST_PIECES = 16
 #: Of one caller: payloads that it was told to write, and replies of which it has not said that they
 #: have arrived. Of all: replies that are in the store.
 _MOST_AWAITED, _MOST_SENT, _MOST_GIVEN = 1 << 16, 1 << 12, 1 << 16
+#: Payloads that were read and whose addresses are valid still; what is written at those of more
+#: stays until the server starts again.
+_MOST_TAKEN = 1 << 20
 #: Seconds between two looks for what is to be removed, between the first two copies of a payload
 #: that is there (then twice as long each time), and between two words that the store is away.
 _LOOK_S = 60.0
@@ -109,7 +113,7 @@ class _Given:
 
 @dataclass(slots=True)
 class _Awaited:
-    """A payload that a caller was told to write.
+    """A payload that a caller was told to write, and that is not read yet.
 
     `told_until`: when the last address ends; `until`: when its objects are removed.
     """
@@ -130,6 +134,8 @@ class ObjectCalls:
         self._quick = ThreadPoolExecutor(_QUICK_THREADS, "addresses")  # waits for no payload
         self._soon(shelf.clear)
         self._awaited: dict[str, dict[bytes, _Awaited]] = {}  # by caller and transfer
+        #: Of payloads that were read: when their last address ends, about in this order, and names.
+        self._taken: deque[tuple[float, tuple[str, ...]]] = deque(maxlen=_MOST_TAKEN)
         self._given: dict[bytes, _Given] = {}  # by digest
         #: What to call once a caller has its reply's payload; by caller and transfer.
         self._sent: dict[str, dict[bytes, Callable[[], None]]] = {}
@@ -171,8 +177,10 @@ class ObjectCalls:
             reply = await handler(_Call(call, asked, functools.partial(self._read, caller, asked)))
         except PayloadLacking:
             return await self._ask(caller, asked)
-        if awaited is not None:
-            awaited.until = awaited.told_until
+        of_caller = self._awaited.get(caller, {})
+        if awaited is not None and of_caller.get(transfer) is awaited:
+            del of_caller[transfer]
+            self._taken.append((awaited.told_until, tuple(awaited.objects)))
             self._remove(awaited.objects)
         size = memoryview(reply.payload).nbytes
         told = ObjectReply(header=reply.header)
@@ -190,6 +198,7 @@ class ObjectCalls:
     def close(self) -> None:
         """Answer no more, and remove what is left, for some seconds at most."""
         names = [*self._removed, *(each.name for each in self._given.values())]
+        names += [name for _, each in self._taken for name in each]
         for of_caller in self._awaited.values():
             names += [name for awaited in of_caller.values() for name in awaited.objects]
         for pool in (self._pool, self._quick):
@@ -291,6 +300,8 @@ class ObjectCalls:
         names: list[str] = []
         for digest in [d for d, given in self._given.items() if given.until < now]:
             names.append(self._given.pop(digest).name)
+        while self._taken and self._taken[0][0] < now:
+            names += self._taken.popleft()[1]
         for caller, of_caller in list(self._awaited.items()):
             for transfer in [t for t, awaited in of_caller.items() if awaited.until < now]:
                 names += of_caller.pop(transfer).objects
