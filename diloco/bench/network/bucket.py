@@ -61,7 +61,7 @@ num_fragments = 2
 num_lanes = 1
 uplink_codec = "int4"
 downlink_codec = "int4"
-snapshot_rounds = 1024
+snapshot_rounds = 64
 round_deadline = "300s"
 [coordinator]
 state_dir = "{place}/state"
