@@ -162,7 +162,7 @@ async def killed_before_it_looked(coord: CoordinatorInMemory, directory: Path) -
     config = load_config(write_run(directory / "run", {"east": "", "west": ""}))
     signals: Any = SimpleNamespace(forced=asyncio.Event())
     state = StateDir(directory)
-    run = _Run(config, state, HeldState(), coord.journal, lambda line: None, 0.0, signals)
+    run = _Run(config, state, HeldState(), coord.journal, lambda line: None, 0.0, signals, None)
     run.membership = coord.membership
     await run._return()
     await coord.restart()

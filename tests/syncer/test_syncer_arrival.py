@@ -656,7 +656,7 @@ def test_events_say_who_was_waited_for_and_how_long(setting: Setting) -> None:
         assert told[4]["attempt"] == 1
         counts = run.syncer.meter.counts
         assert (counts.solo[0], counts.published[0], counts.expired[0]) == (1, 1, 1)
-        assert counts.grace_s[0] == pytest.approx(3.0)
+        assert counts.grace[0].sum_s == pytest.approx(3.0)
 
     run_virtual(scenario())
 
