@@ -3,7 +3,7 @@
 On CUDA work runs on a stream of its own, so that training goes on meanwhile. The work of a
 `DeviceThread` begins when what was submitted to the device before it is there, and is done when the
 device has done it: anyone who waits for it may use what it wrote on any stream. Another thread, the
-IO thread, takes a stream (`take_stream`), and is told what to wait for (`launched`). The training
+IO thread, takes a stream (`take_stream`), and waits for what was `launched` before. The training
 thread itself launches on a `SideStream` what is to be done next to its own work.
 """
 

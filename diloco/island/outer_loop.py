@@ -45,7 +45,7 @@ from diloco.protocol.island.soundness import Reach, StepBound
 from diloco.protocol.island.votes import NO_CUT, AgreedCut, FragmentVote, IslandVote
 from diloco.telemetry.events import PhaseDone
 
-#: Inner steps whose median is told as the recent one.
+#: Inner steps whose median is reported as the recent one.
 _RECENT_STEPS = 5
 _UNBOUNDED = StepBound()
 

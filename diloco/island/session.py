@@ -529,7 +529,7 @@ class DiLoCo:
         return is_asked or self._is_judged
 
     def evaluated(self, nats_per_byte: float, *, parameters: str = "published") -> None:
-        """Record a held-out loss; the coordinator is told that of a checkpoint that is judged.
+        """Record a held-out loss; that of a checkpoint that is judged goes to the coordinator.
 
         It keeps the last checkpoint that most islands found good, and has the run return to it if
         later ones are bad several times in a row.
@@ -581,7 +581,7 @@ class DiLoCo:
         """Make what is saved inside the island's part of the run checkpoint of this inner step.
 
         The syncer keeps the present versions before; after it, if the block raised on no rank, the
-        coordinator is told that the island has it. Save the model, the inner optimizer,
+        coordinator records that the island has it. Save the model, the inner optimizer,
         the data position and `state_dict()`, in any form and place but `checkpoint.dir`/ISLAND,
         which is the built-in loop's. Collective at both ends. A graceful stop waits here until
         every island has the checkpoint, so that none leaves before, or until it is taken back.
@@ -616,9 +616,9 @@ class DiLoCo:
     def checkpoint_part(self, *, text_json: str = "") -> Iterator[CheckpointPart]:
         """Copy inside what is to be saved, and save it while training goes on; collective.
 
-        As `checkpointing`, but the coordinator hears of it when `CheckpointPart.end` was called on
-        every rank, from any thread: the ranks must have agreed that all have saved, or that one has
-        not. One part at a time; end it before the next, and before `finish`.
+        As `checkpointing`, but it is reported to the coordinator when `CheckpointPart.end` was
+        called on every rank, from any thread: the ranks must have agreed that all have saved, or
+        that one has not. One part at a time; end it before the next, and before `finish`.
 
         Args:
             text_json: As for `checkpointing`.

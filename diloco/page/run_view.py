@@ -255,7 +255,7 @@ class Curve:
         """Take the value of a step; steps beyond it are gone: a later start makes them.
 
         What no picture can show, as it is not finite or far beyond a loss, is left out; so is a
-        step that was averaged with others before, and is told again.
+        step that was averaged with others before, and comes again.
         """
         if not (abs(x) < _BEYOND and abs(y) < _BEYOND):
             return

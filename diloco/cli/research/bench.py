@@ -302,13 +302,13 @@ def bucket() -> None:
     """Count what a round costs the syncer's line, by islands: payloads direct, or by bucket.
 
     Real runs of 2 and of 16 islands on emulated networks (namespaces; needs root), with an S3
-    server (moto) at the core, where the kernel counts the line of the syncer's site. A run of 4
-    rounds less one of 1: bytes a round. A quarter of an hour on two cores.
+    server (moto) at the core; counters of the emulated line of the syncer's site. A run of 4 rounds
+    less one of 1: bytes a round. A quarter of an hour or more on two cores.
 
     Read "ideal": a version to islands by bucket and once more in its frame, which is what is
     durable; "syncer sends": with direct payloads a version for each island, and their
-    contributions in the frame. The last versions must have the same digests. What the syncer
-    receives it acknowledges: an estimate of that, 2 %, is shown; what is judged has it.
+    contributions in the frame; "of it acks": packets that only acknowledge what it receives, which
+    are judged, too. The last versions must have the same digests.
 
     Example: diloco bench bucket --require
     """

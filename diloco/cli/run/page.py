@@ -64,7 +64,7 @@ def page(
     as the commands of these names do. Of a state directory it reads the events, as they are
     written; several are shown next to each other, with the settings that differ.
 
-    diloco coordinator RUN.toml --page, or diloco local, starts it along with the run.
+    diloco coordinator RUN.toml --page and diloco local RUN.toml --page start it with the run.
 
     The page is for this machine alone. For others give --listen, --certificate, --key and
     --token-file (openssl rand -hex 32 > FILE; chmod 600 FILE); or leave it as it is, and come by

@@ -377,7 +377,7 @@ class Contributions:
             if self._calls.of(sent.key.fragment_id) is not calls:
                 continue  # it has moved meanwhile
             if fragment.outstanding is not sent or reply.syncer_epoch < calls.epoch:
-                continue  # settled, or the word of a syncer that is gone
+                continue  # settled, or from a syncer that is gone
             self._take_submit_reply(fragment, sent, lane_id, lane, reply)
             if reply.status == wire.SUBMIT_STATUS_NOT_OPEN:
                 await wait_for(news, NOT_OPEN_WAIT_S)
